@@ -119,7 +119,16 @@ class LlamaConfig:
     sliding_window: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "d_model", "d_ff", "n_layers", "n_heads", "n_kv_heads", "head_dim", "context_length"):
+        for name in (
+            "vocab_size",
+            "d_model",
+            "d_ff",
+            "n_layers",
+            "n_heads",
+            "n_kv_heads",
+            "head_dim",
+            "context_length",
+        ):
             value = getattr(self, name)
             _require(_is_int(value) and 0 < value < 2**31, name, value, "an integer from 1 to 2147483647")
         _require(
