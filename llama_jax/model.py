@@ -8,30 +8,194 @@ Axis letters, used in einsum strings, shapes and comments everywhere in this pac
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
 from flax import struct
 from jax import Array
+from jax.typing import DTypeLike
+
+from llama_jax.cache import KVCache, advance, append, attend
+from llama_jax.config import LlamaConfig
+from llama_jax.kernels.attention import attention
+from llama_jax.linear import embed, linear
+from llama_jax.rope import apply_rope, rope_rotations
 
 
 @struct.dataclass
 class Layer:
     """The weights of one transformer block, each [out, in]; rotary rows of wq and wk in half-split order."""
 
-    attention_norm: Array  # [D]
-    wq: Array  # [H*E, D]
-    wk: Array  # [K*E, D]
-    wv: Array  # [K*E, D]
-    wo: Array  # [D, H*E]
-    ffn_norm: Array  # [D]
-    w_gate: Array  # [F, D]
-    w_up: Array  # [F, D]
-    w_down: Array  # [D, F]
+    attention_norm: Any  # [D]
+    wq: Any  # [H*E, D]
+    wk: Any  # [K*E, D]
+    wv: Any  # [K*E, D]
+    wo: Any  # [D, H*E]
+    ffn_norm: Any  # [D]
+    w_gate: Any  # [F, D]
+    w_up: Any  # [F, D]
+    w_down: Any  # [D, F]
 
 
 @struct.dataclass
 class Params:
     """All weights of a model. `output_head` is None where the embedding serves as the head."""
 
-    embedding: Array  # [V, D]
+    embedding: Any  # [V, D]
     layers: tuple[Layer, ...]  # L of them
-    output_norm: Array  # [D]
-    output_head: Array | None  # [V, D]
+    output_norm: Any  # [D]
+    output_head: Any  # [V, D]
+
+
+class ParameterSpec(NamedTuple):
+    """Shape and axis letters of one weight; HE and KE stand for all heads' widths in one axis."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+
+
+def parameter_specs(config: LlamaConfig) -> Params:
+    """The declaration of every weight, in the form of `Params`: initialisation, loading and sharding all read it."""
+    sizes = {
+        "D": config.d_model,
+        "F": config.d_ff,
+        "V": config.vocab_size,
+        "HE": config.n_heads * config.head_dim,
+        "KE": config.n_kv_heads * config.head_dim,
+    }
+
+    def spec(*axes: str) -> ParameterSpec:
+        return ParameterSpec(tuple(sizes[a] for a in axes), axes)
+
+    layer = Layer(
+        attention_norm=spec("D"),
+        wq=spec("HE", "D"),
+        wk=spec("KE", "D"),
+        wv=spec("KE", "D"),
+        wo=spec("D", "HE"),
+        ffn_norm=spec("D"),
+        w_gate=spec("F", "D"),
+        w_up=spec("F", "D"),
+        w_down=spec("D", "F"),
+    )
+    return Params(
+        embedding=spec("V", "D"),
+        layers=(layer,) * config.n_layers,
+        output_norm=spec("D"),
+        output_head=None if config.tied_embeddings else spec("V", "D"),
+    )
+
+
+def init_params(key: Array, config: LlamaConfig, dtype: DTypeLike = jnp.float32, scale: float = 0.02) -> Params:
+    """Random weights for training from scratch.
+
+    Matrices are normal with standard deviation `scale`; those that write into the residual stream (wo, w_down) are
+    smaller by sqrt(2 L), so that the stream's variance does not grow with depth (Radford et al. 2019). Norm weights are
+    ones, in float32.
+    """
+    specs, structure = jax.tree.flatten_with_path(
+        parameter_specs(config), is_leaf=lambda s: isinstance(s, ParameterSpec)
+    )
+
+    def init(key: Array, path: str, spec: ParameterSpec) -> Array:
+        if len(spec.shape) == 1:
+            return jnp.ones(spec.shape, jnp.float32)
+        residual = path.endswith(("wo", "w_down"))
+        deviation = scale / (2 * config.n_layers) ** 0.5 if residual else scale
+        return (deviation * jax.random.normal(key, spec.shape, jnp.float32)).astype(dtype)
+
+    keys = jax.random.split(key, len(specs))
+    leaves = [init(k, jax.tree_util.keystr(path), spec) for k, (path, spec) in zip(keys, specs, strict=True)]
+    return jax.tree.unflatten(structure, leaves)
+
+
+def rms_norm(x: Array, weight: Array, epsilon: float) -> Array:
+    """`x` [..., D] over its root mean square (Zhang and Sennrich 2019), times `weight` [D]; float32 inside."""
+    x32 = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + epsilon)
+    return (x32 * scale * weight.astype(jnp.float32)).astype(x.dtype)
+
+
+def _attention_block(
+    layer: Layer,
+    x: Array,
+    rotations: tuple[Array, Array],
+    config: LlamaConfig,
+    cache: KVCache | None,
+    index: int,
+    counts: Array,
+) -> tuple[Array, KVCache | None]:
+    B, T, _ = x.shape
+    q = apply_rope(linear(x, layer.wq).reshape(B, T, config.n_heads, config.head_dim), rotations)
+    k = apply_rope(linear(x, layer.wk).reshape(B, T, config.n_kv_heads, config.head_dim), rotations)
+    v = linear(x, layer.wv).reshape(B, T, config.n_kv_heads, config.head_dim)
+    if cache is None:
+        start = jnp.zeros(B, jnp.int32)
+        out = attention(q, k.swapaxes(1, 2), v.swapaxes(1, 2), start, config.sliding_window)
+    else:
+        cache = append(cache, index, k, v, counts)
+        out = attend(cache, index, q, config.sliding_window)
+    return linear(out.reshape(B, T, -1), layer.wo), cache
+
+
+def _feed_forward(layer: Layer, x: Array) -> Array:
+    return linear(jax.nn.silu(linear(x, layer.w_gate)) * linear(x, layer.w_up), layer.w_down)
+
+
+def hidden_states(
+    params: Params,
+    tokens: Array,
+    config: LlamaConfig,
+    cache: KVCache | None = None,
+    counts: Array | None = None,
+) -> tuple[Array, KVCache | None]:
+    """The residual stream after the last norm.
+
+    Args:
+      tokens: [B, T] int32. Row b continues what the cache holds of it.
+      cache: keys and values of earlier tokens; None starts at position 0 and keeps nothing.
+      counts: [B] int32, real tokens in each row of `tokens`; the rest is padding at the end, which takes no position,
+        is never attended to and leaves no trace in the cache. None means all T.
+
+    Returns:
+      x: [B, T, D], meaningless at padding.
+      cache: with the new tokens, or None.
+    """
+    B, T = tokens.shape
+    counts = jnp.full(B, T, jnp.int32) if counts is None else counts
+    start = jnp.zeros(B, jnp.int32) if cache is None else cache.lengths
+    rotations = rope_rotations(start[:, None] + jnp.arange(T, dtype=jnp.int32), config)
+    x = embed(tokens, params.embedding)
+    for index, layer in enumerate(params.layers):
+        with jax.named_scope(f"layer_{index}"):
+            with jax.named_scope("attention"):
+                normed = rms_norm(x, layer.attention_norm, config.norm_epsilon)
+                update, cache = _attention_block(layer, normed, rotations, config, cache, index, counts)
+                x = x + update
+            with jax.named_scope("feed_forward"):
+                x = x + _feed_forward(layer, rms_norm(x, layer.ffn_norm, config.norm_epsilon))
+    x = rms_norm(x, params.output_norm, config.norm_epsilon)
+    return x, None if cache is None else advance(cache, counts)
+
+
+def unembed(params: Params, x: Array) -> Array:
+    """Logits [..., V] float32 of the hidden states `x` [..., D]."""
+    head = params.embedding if params.output_head is None else params.output_head
+    with jax.named_scope("output_head"):
+        return linear(x, head, dtype=jnp.float32)
+
+
+def forward(
+    params: Params,
+    tokens: Array,
+    config: LlamaConfig,
+    cache: KVCache | None = None,
+    counts: Array | None = None,
+) -> tuple[Array, KVCache | None]:
+    """Logits for every position: `(logits [B, T, V] float32, cache)`. Arguments as in `hidden_states`.
+
+    Generation wants the last position only and training a chunk at a time: compose `hidden_states` and `unembed` there.
+    """
+    x, cache = hidden_states(params, tokens, config, cache, counts)
+    return unembed(params, x), cache

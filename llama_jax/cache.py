@@ -1,0 +1,82 @@
+"""The KV cache: keys and values of the tokens seen so far.
+
+One buffer per layer, so that each is donated and updated in place on its own: a stacked buffer inside a scan measured
+2.8 times slower. A row's slot number is its token's position; slots from `lengths` on hold nothing that is ever read.
+The model reaches the cache only through `append`, `attend` and `advance`.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from flax import struct
+from jax import Array
+from jax.typing import DTypeLike
+
+from llama_jax.config import LlamaConfig
+from llama_jax.errors import ArgumentError
+from llama_jax.kernels.attention import attention
+
+
+@struct.dataclass
+class KVCache:
+    """Keys (after rotation) and values, L buffers each [B, K, S, E]; `lengths` [B] int32, the slots filled per row."""
+
+    k: tuple[Array, ...]
+    v: tuple[Array, ...]
+    lengths: Array
+
+    @property
+    def capacity(self) -> int:
+        """S, the most tokens that a row can hold."""
+        return self.k[0].shape[2]
+
+    @property
+    def batch(self) -> int:
+        """B, the number of rows."""
+        return self.k[0].shape[0]
+
+
+def init_cache(config: LlamaConfig, batch: int, capacity: int, dtype: DTypeLike) -> KVCache:
+    """An empty cache for `batch` sequences of at most `capacity` tokens."""
+    if batch < 1 or capacity < 1:
+        raise ArgumentError(
+            f"A KV cache of {batch} sequences x {capacity} tokens was asked for; both must be at least 1."
+        )
+    shape = (batch, config.n_kv_heads, capacity, config.head_dim)
+    k, v = (tuple(jnp.zeros(shape, dtype) for _ in range(config.n_layers)) for _ in "kv")
+    return KVCache(k=k, v=v, lengths=jnp.zeros(batch, jnp.int32))
+
+
+def append(cache: KVCache, layer: int, k: Array, v: Array, counts: Array) -> KVCache:
+    """Writes the first `counts[b]` of row b's T new keys and values, each [B, T, K, E], behind its filled slots.
+
+    What does not fit into the buffer is dropped, never written over another slot. `lengths` stays as it is, since every
+    layer of a forward pass writes to the same slots; `advance` moves it once.
+    """
+    B, T, K, _ = k.shape
+    i = jnp.arange(T, dtype=jnp.int32)
+    slots = jnp.where(i < counts[:, None], cache.lengths[:, None] + i, cache.capacity)  # [B, T]
+    rows = jnp.arange(B, dtype=jnp.int32)[:, None, None]
+    heads = jnp.arange(K, dtype=jnp.int32)[:, None]
+
+    def write(buffer: Array, new: Array) -> Array:
+        new = new.swapaxes(1, 2).astype(buffer.dtype)  # [B, K, T, E]
+        return buffer.at[rows, heads, slots[:, None, :]].set(new, mode="drop")
+
+    return cache.replace(
+        k=_replaced(cache.k, layer, write(cache.k[layer], k)), v=_replaced(cache.v, layer, write(cache.v[layer], v))
+    )
+
+
+def _replaced(buffers: tuple[Array, ...], index: int, buffer: Array) -> tuple[Array, ...]:
+    return (*buffers[:index], buffer, *buffers[index + 1 :])
+
+
+def attend(cache: KVCache, layer: int, q: Array, window: int | None) -> Array:
+    """Attention of the queries `q` [B, T, H, E], whose keys were just appended, to all slots before: [B, T, H, E]."""
+    return attention(q, cache.k[layer].astype(q.dtype), cache.v[layer].astype(q.dtype), cache.lengths, window)
+
+
+def advance(cache: KVCache, counts: Array) -> KVCache:
+    """Counts the `counts` [B] tokens that `append` wrote as filled, at most up to the capacity."""
+    return cache.replace(lengths=jnp.minimum(cache.lengths + counts, cache.capacity))

@@ -1,0 +1,27 @@
+"""Products with weights: the one place that knows how a weight is stored."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.typing import DTypeLike
+
+
+def linear(x: Array, weight: Array, dtype: DTypeLike | None = None) -> Array:
+    """`x` [..., in] times the transpose of `weight` [out, in]: [..., out], summed in float32.
+
+    float32 inputs are multiplied in full float32, never in the TF32 that a GPU would take by default.
+
+    Args:
+      dtype: of the result; x's when None.
+    """
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    out = jnp.einsum(
+        "...i,oi->...o", x, weight.astype(x.dtype), precision=precision, preferred_element_type=jnp.float32
+    )
+    return out.astype(dtype or x.dtype)
+
+
+def embed(tokens: Array, weight: Array) -> Array:
+    """Rows of `weight` [V, D] for `tokens` [B, T] int32: [B, T, D]. Ids outside of 0 ... V-1 are the caller's fault."""
+    return jnp.take(weight, tokens, axis=0, mode="clip")

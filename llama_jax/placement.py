@@ -1,0 +1,74 @@
+"""What lives where: the only module that names devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from llama_jax.cache import KVCache, init_cache
+from llama_jax.config import LlamaConfig
+from llama_jax.errors import ArgumentError
+from llama_jax.model import ParameterSpec, Params, parameter_specs
+
+
+def default_dtype() -> np.dtype:
+    """bfloat16 on a GPU; float32 on a CPU, whose bfloat16 products are ten times slower."""
+    return np.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
+
+
+def tensor_mesh(n_devices: int | None = None) -> Mesh:
+    """A mesh with one axis, `tensor`, over the first `n_devices` devices (all when None)."""
+    available = jax.device_count()
+    n_devices = available if n_devices is None else n_devices
+    if not 1 <= n_devices <= available:
+        raise ArgumentError(f"A mesh of {n_devices} devices was asked for; this process sees {available}.")
+    devices = jax.devices()[:n_devices]
+    return jax.make_mesh((n_devices,), ("tensor",), axis_types=(AxisType.Auto,), devices=devices)
+
+
+def param_shardings(config: LlamaConfig, mesh: Mesh) -> Params:
+    """Where each weight lives on a mesh with an axis `tensor`: heads, F and V are divided over it.
+
+    An axis whose size does not divide is kept whole on every device: slower, never different.
+    """
+    n = mesh.shape["tensor"]
+    divided = {
+        "HE": config.n_kv_heads % n == 0,
+        "KE": config.n_kv_heads % n == 0,
+        "F": config.d_ff % n == 0,
+        "V": config.vocab_size % n == 0,
+        "D": False,
+    }
+
+    def sharding(spec: ParameterSpec) -> NamedSharding:
+        return NamedSharding(mesh, PartitionSpec(*("tensor" if divided[axis] else None for axis in spec.axes)))
+
+    return jax.tree.map(sharding, parameter_specs(config), is_leaf=lambda s: isinstance(s, ParameterSpec))
+
+
+def place_params(config: LlamaConfig, mesh: Mesh | None) -> Callable[[str, np.ndarray], Array]:
+    """The function that moves one weight, named by its parameter path, from the host to where it lives.
+
+    Args:
+      mesh: None is the default device.
+    """
+    if mesh is None:
+        return lambda path, array: jax.device_put(array)
+    leaves = jax.tree.leaves_with_path(param_shardings(config, mesh))
+    by_path = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+    return lambda path, array: jax.device_put(array, by_path[path])
+
+
+def place_cache(config: LlamaConfig, batch: int, capacity: int, dtype: np.dtype, mesh: Mesh | None) -> KVCache:
+    """An empty cache where the weights of `param_shardings` want it: key/value heads divided over `tensor`."""
+    if mesh is None:
+        return init_cache(config, batch, capacity, dtype)
+    heads = "tensor" if config.n_kv_heads % mesh.shape["tensor"] == 0 else None
+    buffers = (NamedSharding(mesh, PartitionSpec(None, heads)),) * config.n_layers
+    shardings = KVCache(k=buffers, v=buffers, lengths=NamedSharding(mesh, PartitionSpec()))  # type: ignore[arg-type]
+    return jax.jit(lambda: init_cache(config, batch, capacity, dtype), out_shardings=shardings)()

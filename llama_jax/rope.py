@@ -1,0 +1,77 @@
+"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864) and its scaled forms.
+
+Pairs are half-split, as in Hugging Face's files: element i of a head turns together with element i + E/2.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from llama_jax.config import LlamaConfig, RopeScaling
+
+
+def rope_frequencies(config: LlamaConfig) -> tuple[np.ndarray, float]:
+    """Angles per token and the factor that scales rotated vectors.
+
+    Returns:
+      frequencies: float32 [E/2], radians by which each pair turns from one position to the next.
+      attention_factor: multiplies rotated queries and keys; 1 but for yarn.
+    """
+    E = config.head_dim
+    frequencies = config.rope_theta ** (-np.arange(0, E, 2, dtype=np.float64) / E)
+    attention_factor = 1.0
+    scaling = config.rope_scaling
+    if config.rope_divisors is not None:
+        frequencies = frequencies / np.asarray(config.rope_divisors, np.float64)
+    elif scaling.kind == "linear":
+        frequencies = frequencies / scaling.factor
+    elif scaling.kind == "llama3":
+        frequencies = _blend(frequencies, scaling.factor, _llama3_share_kept(frequencies, scaling))
+    elif scaling.kind == "yarn":
+        frequencies = _blend(frequencies, scaling.factor, _yarn_share_kept(config))
+        attention_factor = scaling.attention_factor or 0.1 * math.log(scaling.factor) + 1.0
+    return frequencies.astype(np.float32), attention_factor
+
+
+def _blend(frequencies: np.ndarray, factor: float, share_kept: np.ndarray) -> np.ndarray:
+    return frequencies * share_kept + frequencies / factor * (1.0 - share_kept)
+
+
+def _llama3_share_kept(frequencies: np.ndarray, scaling: RopeScaling) -> np.ndarray:
+    """1 for pairs that turn often within the original context, 0 for slow ones, linear in between."""
+    turns = scaling.original_context_length * frequencies / (2 * math.pi)
+    share = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    return np.clip(share, 0.0, 1.0)
+
+
+def _yarn_share_kept(config: LlamaConfig) -> np.ndarray:
+    """1 for pairs that turn `beta_fast` times over the original context, 0 for `beta_slow`, linear in the index."""
+    scaling, E = config.rope_scaling, config.head_dim
+
+    def pair_with_turns(turns: float) -> float:
+        wavelength = scaling.original_context_length / turns
+        return E * math.log(wavelength / (2 * math.pi)) / (2 * math.log(config.rope_theta))
+
+    first = max(math.floor(pair_with_turns(scaling.beta_fast)), 0)
+    last = min(math.ceil(pair_with_turns(scaling.beta_slow)), E - 1)
+    width = max(last - first, 1e-3)
+    return 1.0 - np.clip((np.arange(E // 2) - first) / width, 0.0, 1.0)
+
+
+def rope_rotations(positions: Array, config: LlamaConfig) -> tuple[Array, Array]:
+    """Cosines and sines for `positions` [B, T] int32, each float32 [B, T, E/2]."""
+    frequencies, attention_factor = rope_frequencies(config)
+    angles = positions.astype(jnp.float32)[..., None] * jnp.asarray(frequencies)
+    return jnp.cos(angles) * attention_factor, jnp.sin(angles) * attention_factor
+
+
+def apply_rope(x: Array, rotations: tuple[Array, Array]) -> Array:
+    """Turns the heads `x` [B, T, N, E] by `rotations`; computed in float32, returned in x's dtype."""
+    cos, sin = (r[:, :, None, :] for r in rotations)
+    left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)
+    return turned.astype(x.dtype)

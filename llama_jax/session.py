@@ -1,0 +1,232 @@
+"""A KV cache on the device and the host loop that feeds it: prompts in chunks, new tokens as they come."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh
+
+from llama_jax.cache import KVCache
+from llama_jax.config import LlamaConfig
+from llama_jax.errors import ArgumentError
+from llama_jax.generate import DecodeState, decode, prefill, start_decoding
+from llama_jax.model import Params
+from llama_jax.placement import place_cache
+from llama_jax.sampling import SamplingParams
+
+_MAX_STEPS = 32  # decode steps in one dispatch
+_DISPATCH_SECONDS = 0.05  # what a reader of a stream does not notice
+
+
+def _prefill_chunk(
+    params: Params, tokens: Array, config: LlamaConfig, cache: KVCache, counts: Array, logits: Array
+) -> tuple[Array, KVCache]:
+    """`prefill`, in which a row without tokens keeps its `logits`."""
+    new, cache = prefill(params, tokens, config, cache, counts)
+    return jnp.where((counts > 0)[:, None], new, logits), cache
+
+
+_prefill_jit = jax.jit(_prefill_chunk, static_argnames="config", donate_argnames=("cache", "logits"))
+_start_jit = jax.jit(start_decoding, donate_argnames=("cache", "history"))
+_decode_jit = jax.jit(decode, static_argnames=("config", "max_steps"), donate_argnames="state")
+
+
+def chunk_lengths(n_batch: int) -> tuple[int, ...]:
+    """The few lengths that prompt chunks are padded to, so that a handful of programs serves all prompts."""
+    return (*(n for n in (16, 64, 256) if n < n_batch), n_batch)
+
+
+@dataclasses.dataclass
+class Timings:
+    """Tokens and seconds of one generation; what was compiled on the way counts in."""
+
+    prompt_tokens: int = 0  # run through the model, without those found in the cache
+    cached_tokens: int = 0
+    prompt_seconds: float = 0.0  # until the first token is known
+    generated_tokens: int = 0
+    decode_seconds: float = 0.0  # from the first token to the last
+
+    @property
+    def prompt_speed(self) -> float:
+        """Prompt tokens per second."""
+        return self.prompt_tokens / self.prompt_seconds if self.prompt_seconds else 0.0
+
+    @property
+    def decode_speed(self) -> float:
+        """New tokens per second, without the first of each row, which the prompt pays for."""
+        return self.generated_tokens / self.decode_seconds if self.decode_seconds else 0.0
+
+
+class Session:
+    """B sequences in one KV cache. A prompt that starts like what the cache holds only runs what is new.
+
+    Args:
+      capacity: S, tokens that each sequence can hold, prompt and answer together.
+      n_batch: most prompt tokens per sequence in one run of the model.
+      dtype: of the cache; None takes the embedding's.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        config: LlamaConfig,
+        *,
+        capacity: int,
+        batch: int = 1,
+        n_batch: int = 512,
+        dtype: np.dtype | None = None,
+        mesh: Mesh | None = None,
+    ) -> None:
+        if n_batch < 1:
+            raise ArgumentError(f"n_batch is {n_batch}; it must be at least 1.")
+        self.params = params
+        self.config = config
+        self.batch = batch
+        self.capacity = capacity
+        self.n_batch = min(n_batch, capacity)
+        self.tokens: list[list[int]] = [[] for _ in range(batch)]  # what the cache holds
+        self.timings = Timings()
+        self._cache = place_cache(config, batch, capacity, np.dtype(dtype or params.embedding.dtype), mesh)
+        self._seconds_per_step = _DISPATCH_SECONDS
+
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> Array:
+        """Brings the cache to hold exactly `prompts`, one per row: the logits [B, V] after their last tokens.
+
+        Raises:
+          ArgumentError: a prompt is empty, longer than the capacity, or there are not B of them.
+        """
+        if len(prompts) != self.batch:
+            raise ArgumentError(f"{len(prompts)} prompts were given to a session of {self.batch} sequences.")
+        for prompt in prompts:
+            if not prompt:
+                raise ArgumentError("The prompt has no tokens; at least one is needed.")
+            if len(prompt) > self.capacity:
+                raise ArgumentError(
+                    f"The prompt has {len(prompt)} tokens; the context holds {self.capacity} (raise -c / n_ctx)."
+                )
+        done = [_common_prefix(held, prompt) for held, prompt in zip(self.tokens, prompts, strict=True)]
+        done = [min(n, len(prompt) - 1) for n, prompt in zip(done, prompts, strict=True)]
+        self.timings = Timings(
+            prompt_tokens=sum(len(p) - n for p, n in zip(prompts, done, strict=True)), cached_tokens=sum(done)
+        )
+        self._hold([prompt[:n] for prompt, n in zip(prompts, done, strict=True)])
+        logits = jnp.zeros((self.batch, self.config.vocab_size), jnp.float32)
+        while any(len(held) < len(prompt) for held, prompt in zip(self.tokens, prompts, strict=True)):
+            chunks = [
+                prompt[len(held) : len(held) + self.n_batch] for held, prompt in zip(self.tokens, prompts, strict=True)
+            ]
+            logits = self._run_chunk(chunks, logits)
+            for held, chunk in zip(self.tokens, chunks, strict=True):
+                held.extend(chunk)
+        return logits
+
+    def _hold(self, tokens: list[Sequence[int]]) -> None:
+        """Forgets all but the first `len(tokens[b])` tokens of each row, which are `tokens`."""
+        self.tokens = [list(row) for row in tokens]
+        lengths = jnp.asarray([len(row) for row in tokens], jnp.int32)
+        self._cache = self._cache.replace(lengths=jax.device_put(lengths, self._cache.lengths.sharding))
+
+    def _run_chunk(self, chunks: Sequence[Sequence[int]], logits: Array) -> Array:
+        longest = max(len(chunk) for chunk in chunks)
+        padded = next(n for n in chunk_lengths(self.n_batch) if n >= longest)
+        tokens = np.zeros((self.batch, padded), np.int32)
+        for row, chunk in zip(tokens, chunks, strict=True):
+            row[: len(chunk)] = chunk
+        counts = jnp.asarray([len(chunk) for chunk in chunks], jnp.int32)
+        logits, self._cache = _prefill_jit(self.params, jnp.asarray(tokens), self.config, self._cache, counts, logits)
+        return logits
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        *,
+        max_tokens: int,
+        eos_ids: Sequence[int] = (),
+    ) -> Iterator[list[list[int]]]:
+        """Yields each row's new tokens as they come, some at a time, `eos_ids` included, until all rows have ended.
+
+        A row ends with one of `eos_ids`, after `max_tokens`, or when its cache is full. Closing the iterator ends all.
+        """
+        started = time.perf_counter()
+        logits = self.prefill(prompts)
+        if max_tokens < 1:
+            logits.block_until_ready()
+            self.timings.prompt_seconds = time.perf_counter() - started
+            return
+        eos = jnp.asarray(list(eos_ids), jnp.int32)
+        history = _recent_tokens(prompts, sampling.repeat_last_n)
+        state = _start_jit(logits, self._cache, jnp.asarray(history), sampling, eos)
+        self._cache = state.cache
+        new = [[token] for token in np.asarray(state.token).tolist()]
+        first_at = time.perf_counter()
+        self.timings.prompt_seconds = first_at - started
+        unseen = [[] for _ in range(self.batch)]  # tokens that the cache does not hold yet: each row's latest
+        n_generated = 1
+        while True:
+            for row in range(self.batch):
+                unseen[row].extend(new[row])
+                self.tokens[row].extend(unseen[row][:-1])
+                unseen[row] = unseen[row][-1:]
+            yield new
+            if n_generated >= max_tokens or bool(np.all(state.done)):
+                return
+            state, new, n_steps = self._dispatch(state, sampling, eos, max_tokens - n_generated)
+            n_generated += n_steps
+            self.timings.generated_tokens += sum(map(len, new))
+            self.timings.decode_seconds = time.perf_counter() - first_at
+
+    def _dispatch(
+        self, state: DecodeState, sampling: SamplingParams, eos: Array, at_most: int
+    ) -> tuple[DecodeState, list[list[int]], int]:
+        """One dispatch of as many decode steps as fit into `_DISPATCH_SECONDS`."""
+        wanted = int(_DISPATCH_SECONDS / self._seconds_per_step)
+        n_steps = max(1, min(wanted, _MAX_STEPS, at_most))
+        started = time.perf_counter()
+        state, tokens, counts = _decode_jit(
+            self.params, self.config, state, sampling, eos, _MAX_STEPS, jnp.int32(n_steps)
+        )
+        self._cache = state.cache
+        tokens, counts = jax.device_get((tokens, counts))
+        self._seconds_per_step = (time.perf_counter() - started) / n_steps
+        return state, [row[:n].tolist() for row, n in zip(tokens, counts, strict=True)], n_steps
+
+    def warm_up(self, sampling: SamplingParams, *, longest_prompt: int, eos_ids: Sequence[int] = ()) -> None:
+        """Compiles what a generation will need, by running it on nothing: no token is written.
+
+        Args:
+          longest_prompt: most new prompt tokens that will come.
+        """
+        logits = jnp.zeros((self.batch, self.config.vocab_size), jnp.float32)
+        nothing = jnp.zeros(self.batch, jnp.int32)
+        lengths = chunk_lengths(self.n_batch)
+        full, rest = divmod(longest_prompt, self.n_batch)
+        needed = {n for n in (lengths[-1] if full else 0, rest and next(n for n in lengths if n >= rest)) if n}
+        for length in needed:
+            tokens = jnp.zeros((self.batch, length), jnp.int32)
+            logits, self._cache = _prefill_jit(self.params, tokens, self.config, self._cache, nothing, logits)
+        eos = jnp.asarray(list(eos_ids), jnp.int32)
+        history = jnp.asarray(_recent_tokens([[]] * self.batch, sampling.repeat_last_n))
+        state = _start_jit(logits, self._cache, history, sampling, eos)
+        state, _, _ = _decode_jit(self.params, self.config, state, sampling, eos, _MAX_STEPS, jnp.int32(0))
+        self._cache = state.cache
+        jax.block_until_ready(self._cache)
+
+
+def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _recent_tokens(prompts: Sequence[Sequence[int]], window: int) -> np.ndarray:
+    """The ring of `generate.recent_tokens`, from lists: [B, window] int32."""
+    ring = np.full((len(prompts), window), -1, np.int32)
+    for row, prompt in zip(ring, prompts, strict=True):
+        for i in range(max(0, len(prompt) - window), len(prompt)):
+            row[i % window] = prompt[i]
+    return ring
