@@ -1,0 +1,53 @@
+"""LLaMA inference and training as pure JAX functions."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from llama_jax.cache import KVCache, advance, append, attend, init_cache
+    from llama_jax.config import PRESETS, LlamaConfig, RopeScaling
+    from llama_jax.errors import ArgumentError, FormatError, LlamaJaxError
+    from llama_jax.formats.load import load_params, open_model
+    from llama_jax.formats.save import save_gguf, save_hf
+    from llama_jax.generate import DecodeState, decode, decode_step, generate_tokens, prefill, start_decoding
+    from llama_jax.llama import Llama, load
+    from llama_jax.losses import loss, summed_loss, token_losses
+    from llama_jax.model import Layer, Params, forward, hidden_states, init_params, parameter_specs, unembed
+    from llama_jax.placement import param_shardings, place_cache, place_params, tensor_mesh
+    from llama_jax.sampling import SamplingParams, sample, sampling_params
+    from llama_jax.session import Session, Timings
+
+__version__ = "0.1.0"
+
+# Public name -> module. Imported on first use, so that `import llama_jax` alone does not start jax.
+_PUBLIC = {
+    "cache": ("KVCache", "advance", "append", "attend", "init_cache"),
+    "config": ("PRESETS", "LlamaConfig", "RopeScaling"),
+    "errors": ("ArgumentError", "FormatError", "LlamaJaxError"),
+    "formats.load": ("load_params", "open_model"),
+    "formats.save": ("save_gguf", "save_hf"),
+    "generate": ("DecodeState", "decode", "decode_step", "generate_tokens", "prefill", "start_decoding"),
+    "llama": ("Llama", "load"),
+    "losses": ("loss", "summed_loss", "token_losses"),
+    "model": ("Layer", "Params", "forward", "hidden_states", "init_params", "parameter_specs", "unembed"),
+    "placement": ("param_shardings", "place_cache", "place_params", "tensor_mesh"),
+    "sampling": ("SamplingParams", "sample", "sampling_params"),
+    "session": ("Session", "Timings"),
+}
+_MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in names}
+
+__all__ = sorted(_MODULE_OF)  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'llama_jax' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"llama_jax.{_MODULE_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

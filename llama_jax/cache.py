@@ -7,6 +7,8 @@ The model reaches the cache only through `append`, `attend` and `advance`.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax.numpy as jnp
 from flax import struct
 from jax import Array
@@ -63,8 +65,10 @@ def append(cache: KVCache, layer: int, k: Array, v: Array, counts: Array) -> KVC
         new = new.swapaxes(1, 2).astype(buffer.dtype)  # [B, K, T, E]
         return buffer.at[rows, heads, slots[:, None, :]].set(new, mode="drop")
 
-    return cache.replace(
-        k=_replaced(cache.k, layer, write(cache.k[layer], k)), v=_replaced(cache.v, layer, write(cache.v[layer], v))
+    return replace(
+        cache,
+        k=_replaced(cache.k, layer, write(cache.k[layer], k)),
+        v=_replaced(cache.v, layer, write(cache.v[layer], v)),
     )
 
 
@@ -79,4 +83,4 @@ def attend(cache: KVCache, layer: int, q: Array, window: int | None) -> Array:
 
 def advance(cache: KVCache, counts: Array) -> KVCache:
     """Counts the `counts` [B] tokens that `append` wrote as filled, at most up to the capacity."""
-    return cache.replace(lengths=jnp.minimum(cache.lengths + counts, cache.capacity))
+    return replace(cache, lengths=jnp.minimum(cache.lengths + counts, cache.capacity))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -88,7 +89,8 @@ def _sample_next(logits: Array, state: DecodeState, sampling: SamplingParams, eo
         place = jnp.where(state.done, sampling.repeat_last_n, state.cache.lengths % sampling.repeat_last_n)
         history = history.at[jnp.arange(token.shape[0]), place].set(token, mode="drop")
     ended = jnp.any(token[:, None] == eos_ids, axis=1) | (state.cache.lengths >= state.cache.capacity)
-    return state.replace(
+    return replace(
+        state,
         token=token,
         n_generated=state.n_generated + (~state.done).astype(jnp.int32),
         history=history,
@@ -102,7 +104,7 @@ def decode_step(
     """Runs the model on each row's latest token and samples the next; rows that are done stay as they are."""
     counts = (~state.done).astype(jnp.int32)
     logits, cache = prefill(params, state.token[:, None], config, state.cache, counts)
-    return _sample_next(logits, state.replace(cache=cache), sampling, eos_ids)
+    return _sample_next(logits, replace(state, cache=cache), sampling, eos_ids)
 
 
 def decode(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +42,7 @@ def chunk_lengths(n_batch: int) -> tuple[int, ...]:
     return (*(n for n in (16, 64, 256) if n < n_batch), n_batch)
 
 
-@dataclasses.dataclass
+@dataclass
 class Timings:
     """Tokens and seconds of one generation; what was compiled on the way counts in."""
 
@@ -87,12 +87,13 @@ class Session:
             raise ArgumentError(f"n_batch is {n_batch}; it must be at least 1.")
         self.params = params
         self.config = config
+        self.mesh = mesh
         self.batch = batch
         self.capacity = capacity
         self.n_batch = min(n_batch, capacity)
         self.tokens: list[list[int]] = [[] for _ in range(batch)]  # what the cache holds
         self.timings = Timings()
-        self._cache = place_cache(config, batch, capacity, np.dtype(dtype or params.embedding.dtype), mesh)
+        self.cache = place_cache(config, batch, capacity, np.dtype(dtype or params.embedding.dtype), mesh)
         self._seconds_per_step = _DISPATCH_SECONDS
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Array:
@@ -130,7 +131,9 @@ class Session:
         """Forgets all but the first `len(tokens[b])` tokens of each row, which are `tokens`."""
         self.tokens = [list(row) for row in tokens]
         lengths = jnp.asarray([len(row) for row in tokens], jnp.int32)
-        self._cache = self._cache.replace(lengths=jax.device_put(lengths, self._cache.lengths.sharding))
+        if self.mesh is not None:
+            lengths = jax.device_put(lengths, self.cache.lengths.sharding)
+        self.cache = replace(self.cache, lengths=lengths)
 
     def _run_chunk(self, chunks: Sequence[Sequence[int]], logits: Array) -> Array:
         longest = max(len(chunk) for chunk in chunks)
@@ -139,7 +142,7 @@ class Session:
         for row, chunk in zip(tokens, chunks, strict=True):
             row[: len(chunk)] = chunk
         counts = jnp.asarray([len(chunk) for chunk in chunks], jnp.int32)
-        logits, self._cache = _prefill_jit(self.params, jnp.asarray(tokens), self.config, self._cache, counts, logits)
+        logits, self.cache = _prefill_jit(self.params, jnp.asarray(tokens), self.config, self.cache, counts, logits)
         return logits
 
     def generate(
@@ -162,8 +165,8 @@ class Session:
             return
         eos = jnp.asarray(list(eos_ids), jnp.int32)
         history = _recent_tokens(prompts, sampling.repeat_last_n)
-        state = _start_jit(logits, self._cache, jnp.asarray(history), sampling, eos)
-        self._cache = state.cache
+        state = _start_jit(logits, self.cache, jnp.asarray(history), sampling, eos)
+        self.cache = state.cache
         new = [[token] for token in np.asarray(state.token).tolist()]
         first_at = time.perf_counter()
         self.timings.prompt_seconds = first_at - started
@@ -192,7 +195,7 @@ class Session:
         state, tokens, counts = _decode_jit(
             self.params, self.config, state, sampling, eos, _MAX_STEPS, jnp.int32(n_steps)
         )
-        self._cache = state.cache
+        self.cache = state.cache
         tokens, counts = jax.device_get((tokens, counts))
         self._seconds_per_step = (time.perf_counter() - started) / n_steps
         return state, [row[:n].tolist() for row, n in zip(tokens, counts, strict=True)], n_steps
@@ -210,13 +213,13 @@ class Session:
         needed = {n for n in (lengths[-1] if full else 0, rest and next(n for n in lengths if n >= rest)) if n}
         for length in needed:
             tokens = jnp.zeros((self.batch, length), jnp.int32)
-            logits, self._cache = _prefill_jit(self.params, tokens, self.config, self._cache, nothing, logits)
+            logits, self.cache = _prefill_jit(self.params, tokens, self.config, self.cache, nothing, logits)
         eos = jnp.asarray(list(eos_ids), jnp.int32)
         history = jnp.asarray(_recent_tokens([[]] * self.batch, sampling.repeat_last_n))
-        state = _start_jit(logits, self._cache, history, sampling, eos)
+        state = _start_jit(logits, self.cache, history, sampling, eos)
         state, _, _ = _decode_jit(self.params, self.config, state, sampling, eos, _MAX_STEPS, jnp.int32(0))
-        self._cache = state.cache
-        jax.block_until_ready(self._cache)
+        self.cache = state.cache
+        jax.block_until_ready(self.cache)
 
 
 def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

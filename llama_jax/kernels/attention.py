@@ -33,5 +33,4 @@ def attention(q: Array, k: Array, v: Array, q_start: Array, window: int | None =
         visible &= distance < window
     scores = jnp.where(visible[:, None, None], scores * E**-0.5, -jnp.inf)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    out = jnp.einsum("bkgts,bkse->btkge", weights, v, precision=precision, preferred_element_type=jnp.float32)
-    return out.reshape(B, T, H, E).astype(q.dtype)
+    return jnp.einsum("bkgts,bkse->btkge", weights, v, precision=precision).reshape(B, T, H, E)

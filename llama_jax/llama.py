@@ -1,0 +1,193 @@
+"""A loaded model that takes and gives text."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+
+from llama_jax.config import LlamaConfig
+from llama_jax.errors import ArgumentError
+from llama_jax.model import Params
+from llama_jax.placement import default_dtype, place_params
+from llama_jax.sampling import SamplingParams, sampling_params
+from llama_jax.session import Session, Timings
+from llama_jax.text.chat import encode_chat
+from llama_jax.text.detokenize import StreamDetokenizer
+
+if TYPE_CHECKING:
+    from llama_jax.text.tokenizer import Tokenizer
+
+DEFAULT_CONTEXT = 4096
+SHIPPED_MODEL = "shakespeare.gguf"
+
+
+def shipped_model() -> Path:
+    """The small model inside the package: Shakespeare's plays, made by scripts/train_demo_model.py."""
+    return Path(str(resources.files("llama_jax") / "assets" / SHIPPED_MODEL))
+
+
+def load(
+    path: str | os.PathLike[str] | None = None,
+    *,
+    dtype: DTypeLike | None = None,
+    n_ctx: int | None = None,
+    n_batch: int = 512,
+    mesh: Mesh | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Llama:
+    """Loads a model with its tokenizer.
+
+    Args:
+      path: a GGUF file (any part of a split one), a Hugging Face folder, or "hf:owner/name[:file]", which downloads
+        through huggingface-hub. None is the small model that ships with the package.
+      dtype: of weights, activations and cache; None is bfloat16 on a GPU and float32 on a CPU.
+      n_ctx: most tokens per sequence, prompt and answer together. None is the model's own context, at most 4096;
+        0 is the model's own.
+      n_batch: most prompt tokens in one run of the model.
+      mesh: devices to divide the model over, from `llama_jax.tensor_mesh`; None is the default device.
+      progress: called with (bytes placed, bytes in all) after each weight.
+
+    Raises:
+      FormatError: the file is damaged or of an unsupported kind.
+      ArgumentError: an argument is out of range or the path does not exist.
+    """
+    from llama_jax.formats.load import load_params, open_model, resolve_path
+
+    dtype = np.dtype(dtype or default_dtype())
+    with open_model(resolve_path(path) if path is not None else shipped_model()) as file:
+        tokenizer = file.tokenizer()
+        params = load_params(file, dtype, place_params(file.config, mesh), progress)
+        return Llama(file.config, params, tokenizer, n_ctx=n_ctx, n_batch=n_batch, mesh=mesh)
+
+
+class Llama:
+    """A model on its devices, with its tokenizer: `generate`, `stream` and `chat`.
+
+    Calls may be interleaved: a stream has a KV cache of its own while it runs. A later call whose prompt starts with
+    the same tokens takes over what an earlier one computed.
+    """
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        params: Params,
+        tokenizer: Tokenizer,
+        *,
+        n_ctx: int | None = None,
+        n_batch: int = 512,
+        mesh: Mesh | None = None,
+    ) -> None:
+        if n_ctx is not None and n_ctx < 0:
+            raise ArgumentError(f"n_ctx is {n_ctx}; it must be 0 (the model's own) or above.")
+        if tokenizer.vocab_size > config.vocab_size:
+            raise ArgumentError(
+                f"The tokenizer has {tokenizer.vocab_size} tokens; the model's embedding has only {config.vocab_size}."
+            )
+        self.config = config
+        self.params = params
+        self.tokenizer = tokenizer
+        self.n_ctx = min(config.context_length, DEFAULT_CONTEXT) if n_ctx is None else n_ctx or config.context_length
+        self.n_batch = n_batch
+        self.mesh = mesh
+        self.timings = Timings()  # of the latest generation
+        self._idle_session: Session | None = None
+
+    def new_session(self, batch: int = 1) -> Session:
+        """An empty KV cache for `batch` sequences, for programs that work with token ids themselves."""
+        return Session(self.params, self.config, batch=batch, capacity=self.n_ctx, n_batch=self.n_batch, mesh=self.mesh)
+
+    @contextlib.contextmanager
+    def _session(self) -> Iterator[Session]:
+        """The session of the call before, if no running stream has it."""
+        session, self._idle_session = self._idle_session or self.new_session(), None
+        try:
+            yield session
+        finally:
+            self.timings = session.timings
+            self._idle_session = session
+
+    def sampling(self, **options: Any) -> SamplingParams:
+        """`sampling_params` that never takes an id which only pads the vocabulary."""
+        return sampling_params(**options, vocab_limit=self.tokenizer.vocab_size)
+
+    def tokenize_prompt(self, prompt: str | Sequence[int]) -> list[int]:
+        """Token ids of a prompt, with the file's rule for the beginning-of-sequence token; never empty.
+
+        Special tokens written in the text stand for themselves, as llama.cpp reads a prompt.
+        """
+        if not isinstance(prompt, str):
+            return list(prompt)
+        ids = self.tokenizer.encode(prompt, parse_special=True)
+        if ids:
+            return ids
+        start = self.tokenizer.bos_id if self.tokenizer.bos_id is not None else self.tokenizer.eos_id
+        if start is None:
+            raise ArgumentError("The prompt is empty and the vocabulary has no token to begin with; give a prompt.")
+        return [start]
+
+    def warm_up(self, prompt: str | Sequence[int], **options: Any) -> None:
+        """Compiles what `stream(prompt, **options)` needs."""
+        with self._session() as session:
+            ids = self.tokenize_prompt(prompt)
+            session.warm_up(self.sampling(**options), longest_prompt=len(ids), eos_ids=self.tokenizer.eog_ids)
+
+    def stream(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        max_tokens: int | None = 256,
+        stop: str | Sequence[str] = (),
+        **sampling: Any,
+    ) -> Iterator[str]:
+        """Yields the continuation of `prompt` as pieces of text.
+
+        Pieces are whole characters and never part of a stop string. The text ends at an end-of-generation token, before
+        the first stop string, after `max_tokens`, or when the context is full.
+
+        Args:
+          prompt: text or token ids.
+          max_tokens: None goes on until the context is full.
+          stop: strings that end the text; they are not part of it.
+          **sampling: temperature, top_k, top_p, min_p, repeat_penalty, repeat_last_n, seed: see `sampling_params`.
+        """
+        if max_tokens is not None and max_tokens < 0:
+            raise ArgumentError(f"max_tokens is {max_tokens}; it must be 0 or above, or None for no limit.")
+        ids = self.tokenize_prompt(prompt)
+        text = StreamDetokenizer(self.tokenizer, [stop] if isinstance(stop, str) else stop)
+        options = self.sampling(**sampling)
+        limit = self.n_ctx if max_tokens is None else max_tokens
+        return self._stream(ids, text, options, limit)
+
+    def _stream(
+        self, ids: list[int], text: StreamDetokenizer, sampling: SamplingParams, max_tokens: int
+    ) -> Iterator[str]:
+        eog = self.tokenizer.eog_ids
+        with self._session() as session:
+            for (new,) in session.generate([ids], sampling, max_tokens=max_tokens, eos_ids=eog):
+                piece = "".join(text.push(token) for token in new if text.stopped is None and token not in eog)
+                if piece:
+                    yield piece
+                if text.stopped is not None:
+                    return
+            if tail := text.finish():
+                yield tail
+
+    def generate(self, prompt: str | Sequence[int], **options: Any) -> str:
+        """The continuation of `prompt`; arguments as in `stream`."""
+        return "".join(self.stream(prompt, **options))
+
+    def stream_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Iterator[str]:
+        """Yields the assistant's answer to `messages`, each {"role": ..., "content": ...}; options as in `stream`."""
+        return self.stream(encode_chat(self.tokenizer, messages), **options)
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        """The assistant's answer to `messages`, through the file's chat template; options as in `stream`."""
+        return "".join(self.stream_chat(messages, **options))
