@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from jax import Array
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ArgumentError
 from llama_jax.model import Params
-from llama_jax.placement import default_dtype, place_params
+from llama_jax.placement import Place, default_dtype, place_params
 from llama_jax.sampling import SamplingParams, sampling_params
 from llama_jax.session import Session, Timings
 from llama_jax.text.chat import encode_chat
@@ -32,6 +33,11 @@ SHIPPED_MODEL = "shakespeare.gguf"
 def shipped_model() -> Path:
     """The small model inside the package: Shakespeare's plays, made by scripts/train_demo_model.py."""
     return Path(str(resources.files("llama_jax") / "assets" / SHIPPED_MODEL))
+
+
+def default_context(config: LlamaConfig) -> int:
+    """Tokens per sequence where the user names no number."""
+    return min(config.context_length, DEFAULT_CONTEXT)
 
 
 def load(
@@ -59,13 +65,30 @@ def load(
       FormatError: the file is damaged or of an unsupported kind.
       ArgumentError: an argument is out of range or the path does not exist.
     """
-    from llama_jax.formats.load import load_params, open_model, resolve_path
+    from llama_jax.formats.hub import resolve_path
+    from llama_jax.formats.load import load_params, open_model
 
     dtype = np.dtype(dtype or default_dtype())
     with open_model(resolve_path(path) if path is not None else shipped_model()) as file:
         tokenizer = file.tokenizer()
-        params = load_params(file, dtype, place_params(file.config, mesh), progress)
+        place = place_params(file.config, mesh)
+        if progress is not None:
+            place = _with_progress(place, file.config.n_parameters * dtype.itemsize, progress)
+        params = load_params(file, dtype, place)
         return Llama(file.config, params, tokenizer, n_ctx=n_ctx, n_batch=n_batch, mesh=mesh)
+
+
+def _with_progress(place: Place, total: int, progress: Callable[[int, int], None]) -> Place:
+    done = 0
+
+    def place_and_tell(path: str, array: np.ndarray) -> Array:
+        nonlocal done
+        placed = place(path, array)
+        done += array.nbytes
+        progress(done, total)
+        return placed
+
+    return place_and_tell
 
 
 class Llama:
@@ -94,7 +117,7 @@ class Llama:
         self.config = config
         self.params = params
         self.tokenizer = tokenizer
-        self.n_ctx = min(config.context_length, DEFAULT_CONTEXT) if n_ctx is None else n_ctx or config.context_length
+        self.n_ctx = default_context(config) if n_ctx is None else n_ctx or config.context_length
         self.n_batch = n_batch
         self.mesh = mesh
         self.timings = Timings()  # of the latest generation

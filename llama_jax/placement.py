@@ -15,6 +15,8 @@ from llama_jax.config import LlamaConfig
 from llama_jax.errors import ArgumentError
 from llama_jax.model import ParameterSpec, Params, parameter_specs
 
+Place = Callable[[str, np.ndarray], Array]  # (parameter path, host array) -> the array where it lives
+
 
 def default_dtype() -> np.dtype:
     """bfloat16 on a GPU; float32 on a CPU, whose bfloat16 products are ten times slower."""
@@ -51,17 +53,19 @@ def param_shardings(config: LlamaConfig, mesh: Mesh) -> Params:
     return jax.tree.map(sharding, parameter_specs(config), is_leaf=lambda s: isinstance(s, ParameterSpec))
 
 
-def place_params(config: LlamaConfig, mesh: Mesh | None) -> Callable[[str, np.ndarray], Array]:
+def place_params(config: LlamaConfig, mesh: Mesh | None) -> Place:
     """The function that moves one weight, named by its parameter path, from the host to where it lives.
+
+    It returns when the weight is there, so that a loader holds one host array at a time.
 
     Args:
       mesh: None is the default device.
     """
     if mesh is None:
-        return lambda path, array: jax.device_put(array)
+        return lambda path, array: jax.block_until_ready(jax.device_put(array))
     leaves = jax.tree.leaves_with_path(param_shardings(config, mesh))
     by_path = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
-    return lambda path, array: jax.device_put(array, by_path[path])
+    return lambda path, array: jax.block_until_ready(jax.device_put(array, by_path[path]))
 
 
 def place_cache(config: LlamaConfig, batch: int, capacity: int, dtype: np.dtype, mesh: Mesh | None) -> KVCache:

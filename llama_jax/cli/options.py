@@ -1,0 +1,198 @@
+"""Options that several sub-commands share, and how a model is loaded for them. Names and meanings are llama.cpp's."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import re
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llama_jax.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from llama_jax.llama import Llama
+
+_DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
+
+
+def add_model_option(parser: argparse.ArgumentParser) -> None:
+    """-m, on its own for commands that read no weights."""
+    parser.add_argument(
+        "-m",
+        "--model",
+        metavar="PATH",
+        help=".gguf file, Hugging Face folder, or hf:owner/name[:file]; default: shipped",
+    )
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """What `load_model` reads."""
+    add_model_option(parser)
+    parser.add_argument(
+        "-c", "--ctx-size", type=int, metavar="N", help="tokens of context; default: the model's, at most 4096; 0: all"
+    )
+    parser.add_argument(
+        "-b", "--batch-size", type=int, default=512, metavar="N", help="prompt tokens a run; default 512"
+    )
+    parser.add_argument("--dtype", choices=_DTYPES, help="of weights and cache; default: bf16 on a GPU, f32 on a CPU")
+
+
+def add_prompt_options(parser: argparse.ArgumentParser) -> None:
+    """What `read_prompt` reads."""
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("-p", "--prompt", metavar="TEXT", help="the text; default: standard input")
+    source.add_argument("-f", "--file", type=Path, metavar="FILE", help="a file with the text")
+    parser.add_argument(
+        "-e",
+        "--escape",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help=r"read \n \r \t \' \" \\ \xNN in -p as the characters they mean; default: on",
+    )
+
+
+def add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    """What `sampling_options` reads."""
+    group = parser.add_argument_group("sampling")
+    group.add_argument("-s", "--seed", type=int, default=-1, metavar="N", help="64-bit seed; default -1, random")
+    group.add_argument(
+        "--temp", type=float, default=0.8, metavar="T", help="temperature, 0 or less: greedy; default 0.8"
+    )
+    group.add_argument("--top-k", type=int, default=40, metavar="N", help="0: all; default 40")
+    group.add_argument("--top-p", type=float, default=0.95, metavar="P", help="1: off; default 0.95")
+    group.add_argument("--min-p", type=float, default=0.05, metavar="P", help="0: off; default 0.05")
+    group.add_argument("--repeat-penalty", type=float, default=1.0, metavar="X", help="1: off; default 1")
+    group.add_argument("--repeat-last-n", type=int, default=64, metavar="N", help="tokens penalised; -1: context")
+
+
+def sampling_options(arguments: argparse.Namespace, n_ctx: int) -> dict[str, Any]:
+    """Keyword arguments of `llama_jax.sampling_params`."""
+    return dict(
+        temperature=max(arguments.temp, 0.0),
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        min_p=arguments.min_p,
+        repeat_penalty=arguments.repeat_penalty,
+        repeat_last_n=n_ctx if arguments.repeat_last_n == -1 else arguments.repeat_last_n,
+        seed=arguments.seed,
+    )
+
+
+_ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "'": "'", '"': '"', "\\": "\\"}
+
+
+def unescape(text: str) -> str:
+    r"""Replaces \n \r \t \' \" \\ and \xNN by the characters they mean; any other backslash stays."""
+
+    def character(match: re.Match[str]) -> str:
+        return _ESCAPES[match[1]] if match[1] in _ESCAPES else chr(int(match[1][1:], 16))
+
+    return re.sub(r"\\([nrt'\"\\]|x[0-9a-fA-F]{2})", character, text)
+
+
+def read_text_file(path: Path) -> str:
+    """A user's text file, UTF-8, bytes that are not become U+FFFD."""
+    try:
+        return path.read_bytes().decode("utf-8", errors="replace")
+    except OSError as error:
+        raise ArgumentError(f"The file {str(path)!r} cannot be read: {error.strerror}.") from None
+
+
+def read_prompt(arguments: argparse.Namespace) -> str:
+    """The text of -p, -f (one newline at its end dropped) or standard input."""
+    if arguments.prompt is not None:
+        return unescape(arguments.prompt) if arguments.escape else arguments.prompt
+    if arguments.file is not None:
+        return read_text_file(arguments.file).removesuffix("\n")
+    if sys.stdin is None or sys.stdin.isatty():
+        raise ArgumentError("There is no prompt; give one with -p TEXT, -f FILE or on standard input.")
+    return sys.stdin.buffer.read().decode("utf-8", errors="replace").removesuffix("\n")
+
+
+def cache_compiled_programs() -> None:
+    """Keeps every compiled program on disk, so that a second start compiles nothing; jax's own settings come first."""
+    import jax
+
+    if jax.config.jax_compilation_cache_dir is None:
+        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        jax.config.update("jax_compilation_cache_dir", str(root / "llama_jax" / "programs"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+
+
+def _progress_bar() -> tuple[Callable[[int, int], None], Callable[[], None]]:
+    """`(update, close)` of a bar on a terminal's stderr; both do nothing elsewhere."""
+    from tqdm import tqdm
+
+    bar = tqdm(desc="loading", unit="B", unit_scale=True, disable=not sys.stderr.isatty(), leave=False)
+
+    def update(done: int, total: int) -> None:
+        bar.total = total
+        bar.update(done - bar.n)
+
+    return update, bar.close
+
+
+def load_model(arguments: argparse.Namespace) -> tuple[Llama, float]:
+    """The model that the options ask for, and the seconds that loading took."""
+    started = time.perf_counter()
+    import jax
+
+    from llama_jax.llama import load
+
+    cache_compiled_programs()
+    update, close = _progress_bar()
+    try:
+        model = load(
+            arguments.model,
+            dtype=_DTYPES.get(arguments.dtype),
+            n_ctx=arguments.ctx_size,
+            n_batch=arguments.batch_size,
+            progress=update,
+        )
+        jax.block_until_ready(model.params)
+    finally:
+        close()
+    seconds = time.perf_counter() - started
+    device = jax.devices()[0]
+    dtype = model.params.embedding.dtype
+    logging.getLogger("llama_jax.load").info(
+        "%.1f M parameters in %s on %s, context %d, loaded in %.2f s",
+        model.config.n_parameters / 1e6, dtype, device.device_kind, model.n_ctx, seconds,
+    )  # fmt: skip
+    return model, seconds
+
+
+def open_tokenizer(arguments: argparse.Namespace) -> Any:
+    """The tokenizer of -m, without the weights."""
+    from llama_jax.formats.hub import resolve_path
+    from llama_jax.formats.load import open_model
+    from llama_jax.llama import shipped_model
+
+    with open_model(resolve_path(arguments.model) if arguments.model else shipped_model()) as file:
+        return file.tokenizer()
+
+
+def speed_line(model: Llama, load_seconds: float) -> str:
+    """Load, prompt and generation speed of the latest generation, and how near the memory's limit it came."""
+    from llama_jax.roofline import decode_bytes, peak_bandwidth
+
+    timings = model.timings
+    parts = [
+        f"load {load_seconds:.2f} s",
+        f"prompt {timings.prompt_tokens} tokens, {timings.prompt_speed:.1f} tok/s",
+        f"generation {timings.generated_tokens} tokens, {timings.decode_speed:.1f} tok/s",
+    ]
+    if timings.generated_tokens:
+        held = timings.prompt_tokens + timings.cached_tokens + timings.generated_tokens / 2
+        itemsize = model.params.embedding.dtype.itemsize
+        rate = decode_bytes(model.params, model.config, held, itemsize) * timings.decode_speed
+        peak = peak_bandwidth()
+        share = f", {100 * rate / peak:.0f} % of the memory's {peak / 1e9:.0f}" if peak else ""
+        parts.append(f"{rate / 1e9:.1f} GB/s{share}")
+    return "; ".join(parts)

@@ -1,0 +1,36 @@
+"""Scores a text by llama.cpp's rule: the second half of each chunk of -c tokens counts."""
+
+from __future__ import annotations
+
+import argparse
+from itertools import islice
+
+from llama_jax.cli import options
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    options.add_model_options(parser)
+    options.add_prompt_options(parser)
+    parser.add_argument("--chunks", type=int, metavar="N", help="score at most N chunks; default: all")
+    parser.set_defaults(ctx_size=512)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    text = options.read_prompt(arguments)
+    model, _ = options.load_model(arguments)
+    from llama_jax.perplexity import perplexity
+
+    tokenizer = model.tokenizer
+    estimates = perplexity(
+        model.params,
+        model.config,
+        tokenizer.encode(text),
+        n_ctx=model.n_ctx,
+        n_batch=model.n_batch,
+        bos_id=tokenizer.bos_id if tokenizer.add_bos else None,
+    )
+    estimate = None
+    for estimate in islice(estimates, arguments.chunks):
+        print(f"[{estimate.chunks}]{estimate.perplexity:.4f},", end="", flush=True)
+    if estimate is not None:
+        print(f"\nFinal estimate: PPL = {estimate.perplexity:.4f} +/- {estimate.error:.5f}")
