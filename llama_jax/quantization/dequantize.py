@@ -82,7 +82,7 @@ def dequantize_into(raw: np.ndarray, type_name: str, out: np.ndarray) -> None:
     _check_size(raw, t, out.shape)
     flat = out.reshape(-1)
     with np.errstate(all="ignore"):
-        if t.dtype == out.dtype:
+        if t.dtype is not None and t.dtype == out.dtype:
             flat[...] = raw.reshape(-1).view(t.dtype)
             return
         blocks = raw.reshape(-1, t.block_bytes)
@@ -93,10 +93,10 @@ def dequantize_into(raw: np.ndarray, type_name: str, out: np.ndarray) -> None:
             chunk = blocks[start : start + step]
             target = flat[start * t.block_size : (start + len(chunk)) * t.block_size]
             values = target.reshape(-1, t.block_size) if direct else scratch[: len(chunk)]
-            if t.decode is not None:
-                t.decode(chunk, values)
-            else:
+            if t.dtype is not None:
                 values[...] = chunk.view(t.dtype)
+            elif t.decode is not None:
+                t.decode(chunk, values)
             if not direct:
                 _narrow(values.reshape(-1), target)
 
@@ -120,5 +120,6 @@ def _check_size(raw: np.ndarray, t: BlockType, shape: Sequence[int]) -> None:
     expected = math.prod(shape[:-1]) * row_bytes(t.name, columns)
     if raw.dtype != np.uint8 or raw.size != expected:
         raise FormatError(
-            f"A tensor of type {t.name} and shape {tuple(shape)} needs {expected} bytes; it has {raw.nbytes} of {raw.dtype}."
+            f"A tensor of type {t.name} and shape {tuple(shape)} needs {expected} bytes; "
+            f"there are {raw.size} of {raw.dtype}."
         )

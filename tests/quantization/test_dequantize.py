@@ -62,14 +62,25 @@ def test_the_table_agrees_with_the_gguf_package():
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_rows_that_do_not_fill_blocks_are_refused(name):
     columns = BLOCK_TYPES[name].block_size * 3 // 2
-    with pytest.raises(FormatError, match=f"{columns} values.*{name}.*block size"):
+    with pytest.raises(FormatError, match=f"{columns} values; type {name} needs"):
         dequantize(np.zeros(3 * BLOCK_TYPES[name].block_bytes, np.uint8), name, (2, columns))
 
 
 def test_wrong_sizes_and_names_are_refused():
-    with pytest.raises(FormatError, match="36 bytes; it has 18"):
+    with pytest.raises(FormatError, match="needs 36 bytes; there are 18"):
         dequantize(np.zeros(18, np.uint8), "Q4_0", (2, 32))
     with pytest.raises(ArgumentError, match="'Q9_9'.*Q4_0"):
         dequantize(np.zeros(18, np.uint8), "Q9_9", (1, 32))
     with pytest.raises(ArgumentError, match="Q4_0 is quantized"):
         as_plain(np.zeros(18, np.uint8), "Q4_0", (1, 32))
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
+def test_finite_values_round_to_nearest_even(dtype):
+    # Halfway cases between neighbours of bfloat16, both parities, next to random values of many magnitudes.
+    rng = np.random.default_rng(5)
+    halfway = (np.arange(0x3F80, 0x4080, dtype=np.uint32) << 16 | 0x8000).view(np.float32)
+    values = np.concatenate([halfway, -halfway, rng.normal(size=4096).astype(np.float32) * 10.0 ** rng.integers(-4, 4)])
+    values = values.reshape(4, -1).astype(np.float32)
+    result = dequantize(values.view(np.uint8), "F32", values.shape, dtype)
+    np.testing.assert_array_equal(result.view(np.uint16), values.astype(dtype).view(np.uint16))
