@@ -17,34 +17,41 @@ from llama_jax.config import LlamaConfig, RopeScaling
 def rope_frequencies(config: LlamaConfig) -> tuple[np.ndarray, float]:
     """Angles per token and the factor that scales rotated vectors.
 
+    In float32 throughout, rounded like the PyTorch code that models are trained with: at position 10,000 the last bit
+    of a frequency moves an angle by more than a thousandth.
+
     Returns:
       frequencies: float32 [E/2], radians by which each pair turns from one position to the next.
       attention_factor: multiplies rotated queries and keys; 1 but for yarn.
     """
     E = config.head_dim
-    frequencies = config.rope_theta ** (-np.arange(0, E, 2, dtype=np.float64) / E)
+    exponents = (np.arange(0, E, 2) / np.float32(E)).astype(np.float32)
+    frequencies = np.float32(1) / (config.rope_theta ** exponents.astype(np.float64)).astype(np.float32)
     attention_factor = 1.0
     scaling = config.rope_scaling
     if config.rope_divisors is not None:
-        frequencies = frequencies / np.asarray(config.rope_divisors, np.float64)
+        frequencies = frequencies / np.asarray(config.rope_divisors, np.float32)
     elif scaling.kind == "linear":
-        frequencies = frequencies / scaling.factor
+        frequencies = frequencies / np.float32(scaling.factor)
     elif scaling.kind == "llama3":
         frequencies = _blend(frequencies, scaling.factor, _llama3_share_kept(frequencies, scaling))
     elif scaling.kind == "yarn":
         frequencies = _blend(frequencies, scaling.factor, _yarn_share_kept(config))
         attention_factor = scaling.attention_factor or 0.1 * math.log(scaling.factor) + 1.0
-    return frequencies.astype(np.float32), attention_factor
+    return frequencies, attention_factor
 
 
 def _blend(frequencies: np.ndarray, factor: float, share_kept: np.ndarray) -> np.ndarray:
-    return frequencies * share_kept + frequencies / factor * (1.0 - share_kept)
+    share_kept = share_kept.astype(np.float32)
+    return (1 - share_kept) * frequencies / np.float32(factor) + share_kept * frequencies
 
 
 def _llama3_share_kept(frequencies: np.ndarray, scaling: RopeScaling) -> np.ndarray:
     """1 for pairs that turn often within the original context, 0 for slow ones, linear in between."""
-    turns = scaling.original_context_length * frequencies / (2 * math.pi)
-    share = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    wavelengths = np.float32(2 * math.pi) / frequencies
+    turns = np.float32(scaling.original_context_length) / wavelengths
+    low, high = np.float32(scaling.low_freq_factor), np.float32(scaling.high_freq_factor)
+    share = (turns - low) / (high - low)
     return np.clip(share, 0.0, 1.0)
 
 

@@ -140,11 +140,11 @@ def _progress_bar() -> tuple[Callable[[int, int], None], Callable[[], None]]:
 
 def load_model(arguments: argparse.Namespace) -> tuple[Llama, float]:
     """The model that the options ask for, and the seconds that loading took."""
-    started = time.perf_counter()
     import jax
 
     from llama_jax.llama import load
 
+    started = time.perf_counter()
     cache_compiled_programs()
     update, close = _progress_bar()
     try:
