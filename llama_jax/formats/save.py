@@ -205,7 +205,7 @@ def _quantize(values: np.ndarray, kind: str, path: str) -> np.ndarray:
 
 
 def _largest(values: np.ndarray) -> str:
-    return f"{np.nanmax(np.abs(values.astype(np.float32))):g}"
+    return f"{np.max(np.abs(values.astype(np.float32))):g}"
 
 
 def _add_metadata(writer: Any, own: Mapping[str, Any], extra: Mapping[str, MetadataValue], types: str) -> None:
