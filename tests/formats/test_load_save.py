@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 from llama_jax.config import PRESETS, RopeScaling
 from llama_jax.errors import ArgumentError, FormatError
 from llama_jax.formats import names
-from llama_jax.formats.config_gguf import llama3_divisors
+from llama_jax.formats.config_gguf import gguf_metadata, llama3_divisors
 from llama_jax.formats.gguf import GGUFFile
 from llama_jax.formats.load import check_tensors, half_split_rows, interleave_rows, load_params, open_model
 from llama_jax.formats.save import save_gguf, save_hf
@@ -293,11 +293,13 @@ def test_reading_one_parameter(tmp_path):
         norm = file.read("output_norm")
         with pytest.raises(ArgumentError, match=r"no parameter 'layers\.9\.wk'"):
             file.read("layers.9.wk")
+        with pytest.raises(ArgumentError, match="dtype is int8; it must be float32"):
+            file.read("layers.0.wk", np.int8)
     np.testing.assert_array_equal(norm, params.output_norm)  # a view that outlives the file
     assert not norm.flags.owndata
 
 
-def test_large_tensors_are_decoded_by_several_threads_within_their_own_size(tmp_path):
+def test_reading_takes_little_memory_beside_the_result(tmp_path):
     config = tiny_config(d_model=1024, n_heads=32, n_kv_heads=32, head_dim=64, d_ff=2048, n_layers=1)
     params = random_params(config)
     save_gguf(tmp_path / "m.gguf", params, config, types="Q8_0")
@@ -350,3 +352,27 @@ def test_params_are_placed_with_matrices_in_the_dtype_and_norms_in_float32(tmp_p
     assert list(seen) == list(names.parameter_shapes(config))
     assert {path: dtype for path, dtype in seen.items() if "norm" in path and dtype != np.float32} == {}
     assert {dtype for path, dtype in seen.items() if "norm" not in path} == {np.dtype(ml_dtypes.bfloat16)}
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (64,), (64, 0), (64, 32), (64, 64, 1)])
+def test_rotary_weights_of_the_wrong_shape(tmp_path, shape):
+    config = tiny_config(n_layers=1)
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    for key, value in gguf_metadata(config).items():
+        if key != "general.architecture":
+            (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(key, value)
+    for path, right in names.parameter_shapes(config).items():
+        values = np.zeros(shape if path == "layers.0.wq" else right, np.float32)
+        writer.add_tensor_info(names.gguf_name(path), values.shape, values.dtype, values.nbytes)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for path, right in names.parameter_shapes(config).items():
+        writer.write_tensor_data(np.zeros(shape if path == "layers.0.wq" else right, np.float32))
+    writer.close()
+    with open_model(tmp_path / "m.gguf") as file:
+        for read in (file.read, file.read_packed):
+            with pytest.raises(FormatError, match=r"attn_q.* need \(64, 64\)"):
+                read("layers.0.wq")
+        with pytest.raises(FormatError, match=r"attn_q.* need \(64, 64\)"):
+            load_params(file, np.float32, on_host)
