@@ -137,8 +137,7 @@ def save_hf(
         header[names.hf_name(parameter)] = entry
         at += nbytes
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 64)  # data on a 64-byte border, less the 8 of the length
-    text += b" " * 56
+    text += b" " * (-(8 + len(text)) % 64)  # the data begin on a 64-byte border
     with _replacing(folder / SINGLE_FILE) as temporary, temporary.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for parameter in shapes:

@@ -376,3 +376,28 @@ def test_rotary_weights_of_the_wrong_shape(tmp_path, shape):
                 read("layers.0.wq")
         with pytest.raises(FormatError, match=r"attn_q.* need \(64, 64\)"):
             load_params(file, np.float32, on_host)
+
+
+@pytest.mark.parametrize("kind", ["gguf", "safetensors", "config.json"])
+def test_damaged_bytes_never_cause_anything_but_our_errors(tmp_path, kind):
+    config = tiny_config(n_layers=1)
+    params = random_params(config)
+    metadata = {"tokenizer.ggml.tokens": ["a", "b"], "tokenizer.ggml.scores": [1.0, 2.0]}
+    save_gguf(tmp_path / "m.gguf", params, config, types="Q8_0", metadata=metadata)
+    save_hf(tmp_path / "hf", params, config)
+    damaged = {"gguf": "m.gguf", "safetensors": "hf/model.safetensors", "config.json": "hf/config.json"}[kind]
+    model = tmp_path / damaged.split("/")[0]
+    whole = (tmp_path / damaged).read_bytes()
+    rng = np.random.default_rng(11)
+    errors = 0
+    for _ in range(300):
+        content = np.frombuffer(whole, np.uint8).copy()
+        places = rng.integers(0, min(len(whole), 1600), rng.integers(1, 4))  # the headers
+        content[places] = rng.choice([0, 255, rng.integers(256)], len(places))
+        (tmp_path / damaged).write_bytes(content.tobytes())
+        try:
+            load(model)
+        except (FormatError, ArgumentError) as error:
+            errors += 1
+            assert "\n" not in str(error)
+    assert errors > 100
