@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -24,10 +22,9 @@ from llama_jax.formats.files import TensorInfo
 from llama_jax.formats.gguf import GGUFFile
 from llama_jax.formats.safetensors import INDEX_FILE, SINGLE_FILE, SafetensorsFolder, read_json
 from llama_jax.model import Layer, Params
-from llama_jax.quantization import BLOCK_TYPES, as_plain, dequantize, dequantize_into, row_bytes
+from llama_jax.quantization import BFLOAT16, BLOCK_TYPES, as_plain, dequantize, dequantize_into, row_bytes
 
-_THREADS = min(4, os.cpu_count() or 1)
-_CHUNK_VALUES = 1 << 20  # rows are decoded in pieces of about this many values, one thread a piece
+_CHUNK_VALUES = 1 << 20  # rotary rows are put in order in pieces of about this many values
 _MAX_DIVISOR_BYTES = 1 << 16
 
 
@@ -48,9 +45,6 @@ class ModelFile(ABC):
     tensors: dict[str, TensorInfo]
     other_tensors: list[str]
 
-    def __init__(self) -> None:
-        self._pool: ThreadPoolExecutor | None = None
-
     @abstractmethod
     def _raw(self, name: str) -> np.ndarray:
         """The bytes of a tensor of the file, uint8 [nbytes], a view."""
@@ -60,7 +54,8 @@ class ModelFile(ABC):
         """The model's tokenizer, see `llama_jax.text.tokenizer`."""
 
     @abstractmethod
-    def _close_files(self) -> None: ...
+    def close(self) -> None:
+        """Close the files; arrays that were read stay valid."""
 
     def _interleaved_heads(self, path: str) -> int | None:
         """Heads of a weight whose rows the file keeps in interleaved rotary order, None where they need no change."""
@@ -93,49 +88,37 @@ class ModelFile(ABC):
           nothing has to change; else a new array, beside which only a few MiB are used while it is made.
 
         Raises:
-          ArgumentError: the file has no such parameter.
-          FormatError: the tensor's type holds no weights.
+          ArgumentError: the file has no such parameter, or the dtype is another one.
+          FormatError: the tensor's type holds no weights, or a rotary weight has the wrong shape.
         """
         info = self._info(path)
         t = BLOCK_TYPES.get(info.type_name)
         if t is None or (t.dtype is not None and t.name not in ("F32", "F16", "BF16", "F64")):
             raise FormatError(f"{info.file}: tensor {info.name!r} has type {info.type_name}, which holds no weights.")
         wanted = np.dtype(dtype if dtype is not None else (t.dtype or np.float32))
+        if dtype is not None and wanted not in (np.float32, np.float16, BFLOAT16):
+            raise ArgumentError(f"The dtype is {wanted}; it must be float32, bfloat16 or float16.")
         heads = self._checked_heads(path, info)
         if heads is None and t.dtype == wanted:
             return as_plain(self._raw(info.name), info.type_name, info.shape)
         out = np.empty(info.shape, wanted)
         rows = self._rows(info)
-        self._decode(rows, info.type_name, heads, out.reshape(len(rows), -1))
+        if heads is None:
+            dequantize_into(rows, info.type_name, out)
+            return out
+        head_dim = self.config.head_dim
+        step = max(1, _CHUNK_VALUES // (head_dim * info.shape[1])) * head_dim
+        for start in range(0, len(rows), step):
+            piece = rows[start : start + step]
+            piece = half_split_rows(piece, len(piece) // head_dim)
+            dequantize_into(piece, info.type_name, out[start : start + step])
         return out
 
     def _checked_heads(self, path: str, info: TensorInfo) -> int | None:
         heads = self._interleaved_heads(path)
-        if heads is not None and (len(info.shape) != 2 or info.shape[0] != heads * self.config.head_dim):
-            raise FormatError(
-                f"{info.file}: tensor {info.name!r} has shape {info.shape}; it needs {heads * self.config.head_dim} "
-                f"rows, {heads} heads of {self.config.head_dim}."
-            )
+        if heads is not None and info.shape != (heads * self.config.head_dim, self.config.d_model):
+            raise _wrong_shape(info, (heads * self.config.head_dim, self.config.d_model))
         return heads
-
-    def _decode(self, rows: np.ndarray, type_name: str, heads: int | None, out: np.ndarray) -> None:
-        unit = 1 if heads is None else len(rows) // heads  # rows that stay together
-        step = max(1, _CHUNK_VALUES // (unit * out.shape[1])) * unit
-
-        def decode(start: int) -> None:
-            piece = rows[start : start + step]
-            if heads is not None:
-                piece = half_split_rows(piece, len(piece) // unit)
-            dequantize_into(piece, type_name, out[start : start + step])
-
-        starts = range(0, len(rows), step)
-        if len(starts) == 1 or _THREADS == 1:
-            for start in starts:
-                decode(start)
-            return
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="llama_jax-load")
-        list(self._pool.map(decode, starts))
 
     def _info(self, path: str) -> TensorInfo:
         if path not in self.tensors:
@@ -145,13 +128,6 @@ class ModelFile(ABC):
     def _rows(self, info: TensorInfo) -> np.ndarray:
         columns = info.shape[-1] if info.shape else 1
         return self._raw(info.name).reshape(math.prod(info.shape[:-1]), row_bytes(info.type_name, columns))
-
-    def close(self) -> None:
-        """Give files and threads back; arrays that were read stay valid."""
-        if self._pool is not None:
-            self._pool.shutdown()
-            self._pool = None
-        self._close_files()
 
     def __enter__(self) -> ModelFile:
         return self
@@ -166,7 +142,6 @@ class GGUFModel(ModelFile):
     """A model in a GGUF file of architecture `llama`, whose query and key rows are in interleaved order."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__()
         self.path = path
         self._file = GGUFFile(path)
         try:
@@ -200,7 +175,7 @@ class GGUFModel(ModelFile):
 
         return tokenizer_from_gguf(self.metadata)
 
-    def _close_files(self) -> None:
+    def close(self) -> None:
         self._file.close()
 
 
@@ -208,7 +183,6 @@ class HuggingFaceModel(ModelFile):
     """A model in a folder with config.json and safetensors files, whose rotary rows are in half-split order."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__()
         self.path = path
         config_path = path / "config.json"
         if not config_path.is_file():
@@ -231,7 +205,7 @@ class HuggingFaceModel(ModelFile):
 
         return tokenizer_from_folder(self.path)
 
-    def _close_files(self) -> None:
+    def close(self) -> None:
         self._folder.close()
 
 
@@ -268,9 +242,7 @@ def check_tensors(file: ModelFile) -> None:
     for path, shape in expected.items():
         info = file.tensors[path]
         if info.shape != shape:
-            raise FormatError(
-                f"{info.file}: tensor {info.name!r} has shape {info.shape}; the model's constants need {shape}."
-            )
+            raise _wrong_shape(info, shape)
 
 
 def load_params(file: ModelFile, dtype: DTypeLike, place: Callable[[str, np.ndarray], Array]) -> Params:
@@ -315,6 +287,10 @@ def interleave_rows(rows: np.ndarray, heads: int) -> np.ndarray:
     """The inverse of `half_split_rows`."""
     # [heads, 2, E/2, ...] -> [heads, E/2, 2, ...]
     return np.ascontiguousarray(rows.reshape(heads, 2, -1, rows.shape[1]).swapaxes(1, 2)).reshape(rows.shape)
+
+
+def _wrong_shape(info: TensorInfo, shape: tuple[int, ...]) -> FormatError:
+    return FormatError(f"{info.file}: tensor {info.name!r} has shape {info.shape}; the model's constants need {shape}.")
 
 
 def _some(items: list[str]) -> str:

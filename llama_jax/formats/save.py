@@ -137,8 +137,7 @@ def save_hf(
         header[names.hf_name(parameter)] = entry
         at += nbytes
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 64)  # data on a 64-byte border, less the 8 of the length
-    text += b" " * 56
+    text += b" " * (-(8 + len(text)) % 64)  # the data begin on a 64-byte border
     with _replacing(folder / SINGLE_FILE) as temporary, temporary.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for parameter in shapes:
@@ -205,7 +204,7 @@ def _quantize(values: np.ndarray, kind: str, path: str) -> np.ndarray:
 
 
 def _largest(values: np.ndarray) -> str:
-    return f"{np.nanmax(np.abs(values.astype(np.float32))):g}"
+    return f"{np.max(np.abs(values.astype(np.float32))):g}"
 
 
 def _add_metadata(writer: Any, own: Mapping[str, Any], extra: Mapping[str, MetadataValue], types: str) -> None:

@@ -101,9 +101,11 @@ class ByteLevelTokenizer(VocabularyTokenizer):
     def __init__(self, vocabulary: Vocabulary, merges: Sequence[str], pre_tokenizer: PreTokenizer) -> None:
         super().__init__(vocabulary)
         self._library = build_library_tokenizer(vocabulary, merges, pre_tokenizer)
+        self._lacks_bytes = any((self._library.token_to_id(c) or 0) >= self.vocab_size for c in BYTE_OF_CHARACTER)
 
     def _encode_plain(self, text: str) -> list[int]:
-        return self._library.encode(text, add_special_tokens=False).ids
+        ids = self._library.encode(text, add_special_tokens=False).ids
+        return [i for i in ids if i < self.vocab_size] if self._lacks_bytes else ids
 
     def _plain_bytes(self, token_id: int) -> bytes:
         return byte_level_bytes(self._vocabulary.texts[token_id])
@@ -111,6 +113,9 @@ class ByteLevelTokenizer(VocabularyTokenizer):
 
 def build_library_tokenizer(vocabulary: Vocabulary, merges: Sequence[str], pre_tokenizer: PreTokenizer) -> Tokenizer:
     """The library's tokenizer. Control and unknown tokens are left out, so that no text can become one.
+
+    Bytes that the vocabulary lacks (SmolLM2 lacks 21) get ids beyond it: as in llama.cpp they add nothing to the ids,
+    yet keep their neighbours from merging.
 
     Args:
       merges: "left right" in order of rank.
@@ -120,6 +125,8 @@ def build_library_tokenizer(vocabulary: Vocabulary, merges: Sequence[str], pre_t
     """
     hidden = (TokenType.CONTROL, TokenType.UNKNOWN)
     ids = {t: i for i, t in enumerate(vocabulary.texts) if vocabulary.types[i] not in hidden and well_formed(t) == t}
+    for i, missing in enumerate(c for c in BYTE_OF_CHARACTER if c not in ids):
+        ids[missing] = len(vocabulary.texts) + i
     try:
         pairs = [(m[: m.index(" ", 1)], m[m.index(" ", 1) + 1 :]) for m in merges]
     except ValueError:

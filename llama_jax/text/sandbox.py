@@ -28,23 +28,24 @@ MAX_TEXT = 4 * 2**20
 """Largest string, and largest result, in characters."""
 
 BUDGET = 64 * 2**20
-"""Work of one rendering: characters moved, plus `STEP` for each operation."""
+"""Work of one rendering: characters moved, plus `STEP` for each operation and eight times that for each call."""
 
 STEP = 32
 
-SECONDS = 10.0
+SECONDS = 5.0
 """Longest time of one rendering."""
 
-_SAFE_FILTERS = (  # noqa: SIM905
-    "abs attr capitalize count d default dictsort e escape first float int items last length list lower map max min "
-    "reject rejectattr reverse safe select selectattr sort sum title trim unique upper wordcount groupby"
-).split()
-_SAFE_METHODS = frozenset(  # noqa: SIM905
-    "count endswith find get index isalnum isalpha isascii isdecimal isdigit islower isnumeric isspace istitle isupper "
-    "items join keys ljust center rjust zfill lower lstrip partition removeprefix removesuffix replace rfind rindex "
-    "rpartition rsplit rstrip split splitlines startswith strip swapcase title upper values capitalize copy format "
-    "casefold".split()
-)
+_FILTERS = """
+    abs attr capitalize count d default dictsort e escape first float groupby int items last length list lower map max
+    min reject rejectattr reverse safe select selectattr sort sum title trim unique upper wordcount
+"""
+_METHODS = """
+    capitalize casefold center copy count endswith find format get index isalnum isalpha isascii isdecimal isdigit
+    islower isnumeric isspace istitle isupper items join keys ljust lower lstrip partition removeprefix removesuffix
+    replace rfind rindex rjust rpartition rsplit rstrip split splitlines startswith strip swapcase title upper values
+    zfill
+"""
+_SAFE_METHODS = frozenset(_METHODS.split())
 
 
 class _Budget:
@@ -108,7 +109,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             finalize=_finalize,
         )
         standard = self.filters
-        self.filters = {name: standard[name] for name in _SAFE_FILTERS}
+        self.filters = {name: standard[name] for name in _FILTERS.split()}
         self.filters |= {
             "_loop": _loop,
             "_concat": _concat,
@@ -161,7 +162,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         """Call a function, macro or method."""
         owner = getattr(__obj, "__self__", None)
         name = getattr(__obj, "__name__", "")
-        pay(len(owner) if isinstance(owner, (str, bytes, list, tuple, dict)) else 0)
+        pay(len(owner) if isinstance(owner, (str, bytes, list, tuple, dict)) else 8 * STEP)
         if isbuiltin(__obj):
             if name not in _SAFE_METHODS or not isinstance(owner, (str, list, tuple, dict)):
                 raise SecurityError(f"it calls {name}, which templates may not")

@@ -31,12 +31,13 @@ class TokenType(IntEnum):
 SILENT_TYPES = frozenset({TokenType.UNKNOWN, TokenType.CONTROL, TokenType.UNUSED})
 
 # Tokens that end a generation whatever the metadata says about them (the set of llama.cpp's vocabulary loader).
-END_OF_GENERATION_TEXTS = frozenset(  # noqa: SIM905
-    "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> </s> "
-    "<|eom_id|> <EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <｜end▁of▁sentence｜> "
-    "<|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD] "
-    "<|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame> <|file_sep|>".split()
-)
+_ENDS = """
+    <|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> </s> <|eom_id|>
+    <EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <｜end▁of▁sentence｜>
+    <|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD]
+    <|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame> <|file_sep|>
+"""
+END_OF_GENERATION_TEXTS = frozenset(_ENDS.split())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,9 +92,9 @@ def make_vocabulary(
         raise FormatError(f"The vocabulary has {n} tokens but {len(types)} token types; the two must agree.")
     for value in set(types) - set(TokenType):
         raise FormatError(f"Token {types.index(value)} has the type {value}; allowed are 1 to 6.")
-    named = {"BOS": bos_id, "EOS": eos_id, "unknown": unknown_id}
-    named |= {f"end-of-generation {i}": i for i in end_ids}
-    for name, token_id in named.items():
+    end_ids = list(end_ids)
+    named = [("BOS", bos_id), ("EOS", eos_id), ("unknown", unknown_id), *(("end-of-turn", i) for i in end_ids)]
+    for name, token_id in named:
         if token_id is not None and not 0 <= token_id < n:
             raise FormatError(f"The {name} token has the id {token_id}; allowed are 0 to {n - 1}.")
     ends = {i for i in (eos_id, *end_ids) if i is not None}

@@ -294,7 +294,7 @@ def test_rope_divisors():
     assert linear.rope_scaling.kind == "none"
     with pytest.raises(FormatError, match="8 finite numbers"):
         with_divisors([2, 1, 1])
-    with pytest.raises(ArgumentError, match="config.json cannot hold them"):
+    with pytest.raises(ArgumentError, match=r"config\.json cannot hold them"):
         hf_config(with_divisors(range(1, 9)))
     assert hf_config(with_divisors([4] * 8))["rope_scaling"] == {"rope_type": "linear", "factor": 4.0}
 

@@ -228,7 +228,7 @@ def test_damaged_splits(tmp_path, parts, message):
 
 
 def test_a_part_under_another_name_is_refused(tmp_path):
-    with pytest.raises(FormatError, match="name must end in -00001-of-00002.gguf"):
+    with pytest.raises(FormatError, match=r"name must end in -00001-of-00002\.gguf"):
         GGUFFile(write(tmp_path, _part(0, 2, ["a"]), "renamed.gguf"))
 
 

@@ -69,7 +69,7 @@ def test_rows_that_do_not_fill_blocks_are_refused(name):
 def test_wrong_sizes_and_names_are_refused():
     with pytest.raises(FormatError, match="needs 36 bytes; there are 18"):
         dequantize(np.zeros(18, np.uint8), "Q4_0", (2, 32))
-    with pytest.raises(ArgumentError, match="'Q9_9'.*Q4_0"):
+    with pytest.raises(ArgumentError, match=r"'Q9_9'.*Q4_0"):
         dequantize(np.zeros(18, np.uint8), "Q9_9", (1, 32))
     with pytest.raises(ArgumentError, match="Q4_0 is quantized"):
         as_plain(np.zeros(18, np.uint8), "Q4_0", (1, 32))
