@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from llama_jax.generate import DecodeState, decode, decode_step, generate_tokens, prefill, start_decoding
     from llama_jax.llama import Llama, load
     from llama_jax.losses import loss, summed_loss, token_losses
-    from llama_jax.model import Layer, Params, forward, hidden_states, init_params, parameter_specs, unembed
+    from llama_jax.model import Layer, Params, by_path, forward, hidden_states, init_params, parameter_specs, unembed
     from llama_jax.placement import param_shardings, place_cache, place_params, tensor_mesh
     from llama_jax.sampling import SamplingParams, sample, sampling_params
     from llama_jax.session import Session, Timings
@@ -31,7 +31,7 @@ _PUBLIC = {
     "generate": ("DecodeState", "decode", "decode_step", "generate_tokens", "prefill", "start_decoding"),
     "llama": ("Llama", "load"),
     "losses": ("loss", "summed_loss", "token_losses"),
-    "model": ("Layer", "Params", "forward", "hidden_states", "init_params", "parameter_specs", "unembed"),
+    "model": ("Layer", "Params", "by_path", "forward", "hidden_states", "init_params", "parameter_specs", "unembed"),
     "placement": ("param_shardings", "place_cache", "place_params", "tensor_mesh"),
     "sampling": ("SamplingParams", "sample", "sampling_params"),
     "session": ("Session", "Timings"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -169,7 +169,7 @@ class Llama:
         max_tokens: int | None = 256,
         stop: str | Sequence[str] = (),
         **sampling: Any,
-    ) -> Iterator[str]:
+    ) -> Generator[str]:
         """Yields the continuation of `prompt` as pieces of text.
 
         Pieces are whole characters and never part of a stop string. The text ends at an end-of-generation token, before
@@ -181,17 +181,28 @@ class Llama:
           stop: strings that end the text; they are not part of it.
           **sampling: temperature, top_k, top_p, min_p, repeat_penalty, repeat_last_n, seed: see `sampling_params`.
         """
+        return self._checked_stream(self.tokenize_prompt(prompt), max_tokens, stop, sampling, continuation=True)
+
+    def _checked_stream(
+        self,
+        ids: list[int],
+        max_tokens: int | None,
+        stop: str | Sequence[str],
+        sampling: Mapping[str, Any],
+        *,
+        continuation: bool,
+    ) -> Generator[str]:
+        """Raises for wrong arguments now, not at the first piece."""
         if max_tokens is not None and max_tokens < 0:
             raise ArgumentError(f"max_tokens is {max_tokens}; it must be 0 or above, or None for no limit.")
-        ids = self.tokenize_prompt(prompt)
-        text = StreamDetokenizer(self.tokenizer, [stop] if isinstance(stop, str) else stop)
+        text = StreamDetokenizer(self.tokenizer, [stop] if isinstance(stop, str) else stop, continuation=continuation)
         options = self.sampling(**sampling)
         limit = self.n_ctx if max_tokens is None else max_tokens
         return self._stream(ids, text, options, limit)
 
     def _stream(
         self, ids: list[int], text: StreamDetokenizer, sampling: SamplingParams, max_tokens: int
-    ) -> Iterator[str]:
+    ) -> Generator[str]:
         eog = self.tokenizer.eog_ids
         with self._session() as session:
             for (new,) in session.generate([ids], sampling, max_tokens=max_tokens, eos_ids=eog):
@@ -207,10 +218,21 @@ class Llama:
         """The continuation of `prompt`; arguments as in `stream`."""
         return "".join(self.stream(prompt, **options))
 
-    def stream_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Iterator[str]:
-        """Yields the assistant's answer to `messages`, each {"role": ..., "content": ...}; options as in `stream`."""
-        return self.stream(encode_chat(self.tokenizer, messages), **options)
+    def stream_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        max_tokens: int | None = 256,
+        stop: str | Sequence[str] = (),
+        **sampling: Any,
+    ) -> Generator[str]:
+        """Yields the assistant's answer to `messages`, each {"role": ..., "content": ...}, through the chat template.
+
+        Arguments as in `stream`.
+        """
+        ids = encode_chat(self.tokenizer, messages)
+        return self._checked_stream(ids, max_tokens, stop, sampling, continuation=False)
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        """The assistant's answer to `messages`, through the file's chat template; options as in `stream`."""
+        """The assistant's answer to `messages`; arguments as in `stream_chat`."""
         return "".join(self.stream_chat(messages, **options))

@@ -87,6 +87,12 @@ def parameter_specs(config: LlamaConfig) -> Params:
     )
 
 
+def by_path(tree: Params) -> dict[str, Any]:
+    """The leaves of anything in the form of `Params` by path: "embedding", "layers.3.wq", "output_norm"."""
+    leaves = jax.tree.leaves_with_path(tree, is_leaf=lambda leaf: isinstance(leaf, ParameterSpec))
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+
 def init_params(key: Array, config: LlamaConfig, dtype: DTypeLike = jnp.float32, scale: float = 0.02) -> Params:
     """Random weights for training from scratch.
 
@@ -94,9 +100,7 @@ def init_params(key: Array, config: LlamaConfig, dtype: DTypeLike = jnp.float32,
     smaller by sqrt(2 L), so that the stream's variance does not grow with depth (Radford et al. 2019). Norm weights are
     ones, in float32.
     """
-    specs, structure = jax.tree.flatten_with_path(
-        parameter_specs(config), is_leaf=lambda s: isinstance(s, ParameterSpec)
-    )
+    specs = by_path(parameter_specs(config))
 
     def init(key: Array, path: str, spec: ParameterSpec) -> Array:
         if len(spec.shape) == 1:
@@ -105,8 +109,8 @@ def init_params(key: Array, config: LlamaConfig, dtype: DTypeLike = jnp.float32,
         deviation = scale / (2 * config.n_layers) ** 0.5 if residual else scale
         return (deviation * jax.random.normal(key, spec.shape, jnp.float32)).astype(dtype)
 
-    keys = jax.random.split(key, len(specs))
-    leaves = [init(k, jax.tree_util.keystr(path), spec) for k, (path, spec) in zip(keys, specs, strict=True)]
+    leaves = [init(k, *item) for k, item in zip(jax.random.split(key, len(specs)), specs.items(), strict=True)]
+    structure = jax.tree.structure(parameter_specs(config), is_leaf=lambda leaf: isinstance(leaf, ParameterSpec))
     return jax.tree.unflatten(structure, leaves)
 
 

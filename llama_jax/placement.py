@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from llama_jax.cache import KVCache, init_cache
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ArgumentError
-from llama_jax.model import ParameterSpec, Params, parameter_specs
+from llama_jax.model import ParameterSpec, Params, by_path, parameter_specs
 
 Place = Callable[[str, np.ndarray], Array]  # (parameter path, host array) -> the array where it lives
 
@@ -63,9 +63,8 @@ def place_params(config: LlamaConfig, mesh: Mesh | None) -> Place:
     """
     if mesh is None:
         return lambda path, array: jax.block_until_ready(jax.device_put(array))
-    leaves = jax.tree.leaves_with_path(param_shardings(config, mesh))
-    by_path = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
-    return lambda path, array: jax.block_until_ready(jax.device_put(array, by_path[path]))
+    shardings = by_path(param_shardings(config, mesh))
+    return lambda path, array: jax.block_until_ready(jax.device_put(array, shardings[path]))
 
 
 def place_cache(config: LlamaConfig, batch: int, capacity: int, dtype: np.dtype, mesh: Mesh | None) -> KVCache:

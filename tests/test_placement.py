@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from llama_jax import ArgumentError, Session, param_shardings, place_params, sampling_params, tensor_mesh
+from llama_jax.model import by_path
 from tests.tiny import tiny_config, tiny_params
 
 CONFIG = tiny_config(vocab_size=128, d_ff=64, n_heads=8, n_kv_heads=4)
@@ -13,9 +14,8 @@ PROMPTS = [[5, 9, 77, 3, 14, 50, 2], [8, 1]]
 
 
 def placed(params, mesh):
-    leaves = jax.tree.leaves_with_path(params)
     place = place_params(CONFIG, mesh)
-    new = [place(jax.tree_util.keystr(path, simple=True, separator="."), np.asarray(leaf)) for path, leaf in leaves]
+    new = [place(path, np.asarray(leaf)) for path, leaf in by_path(params).items()]
     return jax.tree.unflatten(jax.tree.structure(params), new)
 
 

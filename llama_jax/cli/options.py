@@ -118,7 +118,7 @@ def cache_compiled_programs() -> None:
     """Keeps every compiled program on disk, so that a second start compiles nothing; jax's own settings come first."""
     import jax
 
-    if jax.config.jax_compilation_cache_dir is None:
+    if not jax.config.values["jax_compilation_cache_dir"]:
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         jax.config.update("jax_compilation_cache_dir", str(root / "llama_jax" / "programs"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

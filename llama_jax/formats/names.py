@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 
 from llama_jax.config import LlamaConfig
+from llama_jax.model import by_path, parameter_specs
 
 GGUF_TOP = {
     "embedding": "token_embd.weight",
@@ -89,26 +90,7 @@ def is_derived_hf(name: str) -> bool:
 
 def parameter_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     """Every parameter path of a model with its shape, in the order in which they are loaded and saved."""
-    D, F, V = config.d_model, config.d_ff, config.vocab_size
-    q_rows, kv_rows = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
-    layer = {
-        "attention_norm": (D,),
-        "wq": (q_rows, D),
-        "wk": (kv_rows, D),
-        "wv": (kv_rows, D),
-        "wo": (D, q_rows),
-        "ffn_norm": (D,),
-        "w_gate": (F, D),
-        "w_up": (F, D),
-        "w_down": (D, F),
-    }
-    shapes: dict[str, tuple[int, ...]] = {"embedding": (V, D)}
-    for n in range(config.n_layers):
-        shapes |= {f"layers.{n}.{name}": shape for name, shape in layer.items()}
-    shapes["output_norm"] = (D,)
-    if not config.tied_embeddings:
-        shapes["output_head"] = (V, D)
-    return shapes
+    return {path: spec.shape for path, spec in by_path(parameter_specs(config)).items()}
 
 
 def is_norm(path: str) -> bool:

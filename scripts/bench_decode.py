@@ -1,0 +1,95 @@
+"""Decode speed of a model shape with random weights: tokens/s, bytes/s and the share of the memory's limit.
+
+    python scripts/bench_decode.py --shape llama-3-8b --batch 1 8 --context 2048
+
+Every sequence starts with the cache filled to `--context` minus the steps that are timed. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import replace
+from typing import Any
+
+import benchmark
+import jax
+import jax.numpy as jnp
+
+from llama_jax import PRESETS, init_cache, init_params, sampling_params, start_decoding
+from llama_jax.config import LlamaConfig
+from llama_jax.generate import decode
+from llama_jax.model import Params
+from llama_jax.placement import default_dtype
+from llama_jax.roofline import decode_bytes, peak_bandwidth
+
+STEPS = 32
+
+
+def bench(params: Params, config: LlamaConfig, batch: int, context: int, repeats: int) -> dict[str, Any]:
+    """One line of results for `batch` sequences of `context` tokens."""
+    dtype = params.embedding.dtype
+    cache = init_cache(config, batch, context, dtype)
+    filled = context - STEPS * (repeats + 2)
+    cache = replace(cache, lengths=jnp.full(batch, filled, jnp.int32))
+    sampling = sampling_params(batch, temperature=0.0)
+    eos = jnp.zeros(0, jnp.int32)
+    history = jnp.zeros((batch, 0), jnp.int32)
+    state = start_decoding(jnp.zeros((batch, config.vocab_size)), cache, history, sampling, eos)
+    step = jax.jit(decode, static_argnames=("config", "max_steps"), donate_argnames="state")
+    started = time.perf_counter()
+    compiled = step.lower(params, config, state, sampling, eos, STEPS, jnp.int32(STEPS)).compile()
+    compile_seconds = time.perf_counter() - started
+
+    def run() -> jax.Array:
+        nonlocal state
+        state, tokens, _ = compiled(params, state, sampling, eos, jnp.int32(STEPS))
+        return tokens
+
+    seconds = benchmark.median_seconds(run, repeats) / STEPS
+    held = batch * (filled + STEPS * (repeats + 2) / 2)
+    rate = decode_bytes(params, config, held, dtype.itemsize) / seconds
+    peak = peak_bandwidth()
+    memory = compiled.memory_analysis()
+    return dict(
+        batch=batch,
+        context=context,
+        dtype=str(dtype),
+        tokens_per_second=batch / seconds,
+        milliseconds=1e3 * seconds,
+        gb_per_second=rate / 1e9,
+        share_of_limit=rate / peak if peak else None,
+        temporary_bytes=memory.temp_size_in_bytes if memory else None,
+        peak_bytes=benchmark.peak_memory(),
+        compile_seconds=compile_seconds,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=PRESETS, default="llama-3-8b")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1])
+    parser.add_argument("--context", type=int, nargs="+", default=[2048])
+    parser.add_argument("--repeats", type=int, default=7)
+    arguments = parser.parse_args()
+    config = PRESETS[arguments.shape]
+    params = init_params(jax.random.key(0), config, default_dtype())
+    jax.block_until_ready(params)
+    results = []
+    for batch in arguments.batch:
+        for context in arguments.context:
+            line = dict(shape=arguments.shape) | bench(params, config, batch, context, arguments.repeats)
+            results.append(line)
+            share = (
+                f"{100 * line['share_of_limit']:.0f} % of the limit" if line["share_of_limit"] else "limit not known"
+            )
+            peak = f", peak memory {line['peak_bytes'] / 1e9:.2f} GB" if line["peak_bytes"] else ""
+            print(
+                f"{arguments.shape} {line['dtype']}, {batch} x {context}: {line['tokens_per_second']:.1f} tok/s, "
+                f"{line['milliseconds']:.3f} ms a step, {line['gb_per_second']:.0f} GB/s, {share}{peak}"
+            )
+    benchmark.report("decode", results)
+
+
+if __name__ == "__main__":
+    main()
