@@ -112,7 +112,8 @@ class ByteLevelTokenizer(VocabularyTokenizer):
 
 
 def build_library_tokenizer(vocabulary: Vocabulary, merges: Sequence[str], pre_tokenizer: PreTokenizer) -> Tokenizer:
-    """The library's tokenizer. Control and unknown tokens are left out, so that no text can become one.
+    """The library's tokenizer. Control and unknown tokens are left out together with the merges that lead to them, so that
+    no text can become one.
 
     Bytes that the vocabulary lacks (SmolLM2 lacks 21) get ids beyond it: as in llama.cpp they add nothing to the ids,
     yet keep their neighbours from merging.
@@ -132,6 +133,8 @@ def build_library_tokenizer(vocabulary: Vocabulary, merges: Sequence[str], pre_t
     except ValueError:
         bad = next(m for m in merges if " " not in m[1:])
         raise FormatError(f"The merge {bad!r} is not two texts with a space between them.") from None
+    controls = {t for t, kind in zip(vocabulary.texts, vocabulary.types, strict=True) if kind in hidden} - ids.keys()
+    pairs = [(a, b) for a, b in pairs if a + b not in controls and a not in controls and b not in controls]
     try:
         model = models.BPE(ids, pairs, ignore_merges=pre_tokenizer.ignore_merges)
     except Exception as error:  # the library raises plain Exception

@@ -6,15 +6,12 @@ A tokenizer of one family only says how plain text becomes ids (`_encode_plain`)
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
 from llama_jax.errors import ArgumentError, FormatError
-
-logger = logging.getLogger(__name__)
 
 
 class TokenType(IntEnum):

@@ -248,6 +248,12 @@ def test_merges_must_fit_the_vocabulary() -> None:
         tokenizer_from_gguf(tiny_bpe(**{"tokenizer.ggml.merges": ["he"]}))
 
 
+def test_merges_never_lead_to_a_control_token() -> None:
+    tokenizer = tokenizer_from_gguf(tiny_bpe(**{"tokenizer.ggml.eot_token_id": 259}))
+    assert tokenizer.special_tokens["hello"] == 259
+    assert [tokenizer.piece(i) for i in tokenizer.encode("hello world")] == ["hell", "o", "Ġworld"]
+
+
 def test_128k_vocabulary_builds_fast(llama3_metadata) -> None:
     start = time.perf_counter()
     tokenizer_from_gguf(llama3_metadata)
