@@ -112,8 +112,9 @@ class ByteLevelTokenizer(VocabularyTokenizer):
 
 
 def build_library_tokenizer(vocabulary: Vocabulary, merges: Sequence[str], pre_tokenizer: PreTokenizer) -> Tokenizer:
-    """The library's tokenizer. Control and unknown tokens are left out together with the merges that lead to them, so that
-    no text can become one.
+    """The library's tokenizer.
+
+    Control and unknown tokens and the merges that lead to them are left out: no text becomes one.
 
     Bytes that the vocabulary lacks (SmolLM2 lacks 21) get ids beyond it: as in llama.cpp they add nothing to the ids,
     yet keep their neighbours from merging.

@@ -154,6 +154,7 @@ class VocabularyTokenizer(ABC):
         text: str,
         *,
         add_bos: bool | None = None,
+        add_eos: bool | None = None,
         parse_special: bool = False,
         literals: Mapping[str, str] | None = None,
     ) -> list[int]:
@@ -164,7 +165,11 @@ class VocabularyTokenizer(ABC):
             raise ArgumentError("add_bos is True, but the vocabulary has no BOS token; only False is allowed.")
         ids = [self.bos_id] if add_bos and self.bos_id is not None else []
         ids += self._encode_text(well_formed(text), parse_special, literals or {})
-        if self.add_eos and self.eos_id is not None:
+        if add_eos is None:
+            add_eos = self.add_eos
+        if add_eos and self.eos_id is None:
+            raise ArgumentError("add_eos is True, but the vocabulary has no EOS token; only False is allowed.")
+        if add_eos and self.eos_id is not None:
             ids.append(self.eos_id)
         return ids
 

@@ -189,6 +189,8 @@ def test_exactly_one_bos(llama2_like: Tokenizer) -> None:
     silent = tokenizer_from_gguf(tiny_spm(**{"tokenizer.ggml.add_bos_token": False}))
     assert encode_chat(silent, USER, template="{{ messages[0].content }}") == silent.encode("hello")
     assert encode_chat(silent, USER, template=LLAMA2)[0] == 1
+    ending = tokenizer_from_gguf(tiny_spm(**{"tokenizer.ggml.add_eos_token": True}))
+    assert 2 not in encode_chat(ending, USER)
 
 
 @given(content=st.text(max_size=30))

@@ -62,6 +62,9 @@ def test_asked_for_bos_without_one() -> None:
     assert tokenizer.bos_id is None
     with pytest.raises(ArgumentError, match="no BOS"):
         tokenizer.encode("a", add_bos=True)
+    del metadata["tokenizer.ggml.eos_token_id"]
+    with pytest.raises(ArgumentError, match="no EOS"):
+        tokenizer_from_gguf(metadata).encode("a", add_eos=True)
 
 
 def test_numpy_arrays_and_bytes_are_accepted(spm: Tokenizer) -> None:
@@ -103,6 +106,7 @@ def test_bos_and_eos_follow_the_file_unless_told() -> None:
             tokenizer = tokenizer_from_gguf(tiny_spm(**rules))
             assert tokenizer.encode("a") == [1] * add_bos + [266] + [2] * add_eos
             assert tokenizer.encode("a", add_bos=not add_bos)[0] == (266 if add_bos else 1)
+            assert tokenizer.encode("a", add_eos=not add_eos)[-1] == (266 if add_eos else 2)
             assert tokenizer.encode("") == [1] * add_bos + [2] * add_eos
 
 
