@@ -51,6 +51,7 @@ class PreTokenizer:
 _LLAMA3 = PreTokenizer(patterns=(_WORDS_AND_DIGITS.replace("DIGITS", "{1,3}"),), ignore_merges=True, add_bos=True)
 _SMOLLM = PreTokenizer(patterns=(r"\p{N}", _GPT2))
 _QWEN2 = PreTokenizer(patterns=(_WORDS_AND_DIGITS.replace("DIGITS", ""),))
+# The pattern of the model's own tokenizer.json; llama.cpp approximates it with ASCII letters.
 _TEKKEN = PreTokenizer(
     patterns=(
         rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
@@ -63,16 +64,10 @@ _DEFAULT = PreTokenizer(patterns=(r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0
 
 PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     "default": _DEFAULT,
-    "gpt-2": PreTokenizer(patterns=(_GPT2,)),
-    "llama-bpe": _LLAMA3,
-    "llama3": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "qwen2": _QWEN2,
-    "deepseek-r1-qwen": _QWEN2,
-    "smollm": _SMOLLM,
-    "starcoder": _SMOLLM,
-    "refact": _SMOLLM,
-    "command-r": _SMOLLM,
+    **dict.fromkeys(("gpt-2", "mpt", "olmo"), PreTokenizer(patterns=(_GPT2,))),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2"), _LLAMA3),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), _SMOLLM),
     "tekken": _TEKKEN,
 }
 

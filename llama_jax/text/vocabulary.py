@@ -27,7 +27,8 @@ class TokenType(IntEnum):
 
 SILENT_TYPES = frozenset({TokenType.UNKNOWN, TokenType.CONTROL, TokenType.UNUSED})
 
-# Tokens that end a generation whatever the metadata says about them (the set of llama.cpp's vocabulary loader).
+# Tokens that end a generation whatever the metadata says about them (llama.cpp's list, without its
+# exceptions for architectures other than llama).
 _ENDS = """
     <|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> </s> <|eom_id|>
     <EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <｜end▁of▁sentence｜>

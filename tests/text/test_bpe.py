@@ -190,8 +190,9 @@ PAIRS = {pre: tokenizer_from_gguf(pair_vocabulary(pre)) for pre in ("gpt-2", "qw
 
 
 def test_known_ids(llama3: Tokenizer) -> None:
-    # as tiktoken gives them for Llama 3
+    # fixed values, confirmed by the oracle above; no other program was run for them
     assert llama3.encode("Hello world!") == [128000, 9906, 1917, 0]
+    assert llama3.encode("Hello, we can use") == [128000, 9906, 11, 584, 649, 1005]
     assert llama3.encode("") == [128000]
     assert llama3.encode("<|eot_id|>", add_bos=False, parse_special=True) == [128009]
     assert 128009 not in llama3.encode("<|eot_id|>")

@@ -163,7 +163,7 @@ def test_large_but_honest_conversations_pass() -> None:
     messages = [{"role": "user", "content": "word " * 500}] * 1000
     start = time.perf_counter()
     assert len(render(None, messages)) > 2_500_000
-    assert time.perf_counter() - start < 3  # measured 0.1 s
+    assert time.perf_counter() - start < 3  # measured 0.02 s
 
 
 @pytest.mark.parametrize("template", ["{{", "{% if %}", "{{ x.y.z }}", "{{ nothing() }}", "{{ 1 + 'a' }}"])

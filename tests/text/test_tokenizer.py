@@ -41,7 +41,10 @@ def replaced(key: str, index: int, value: object) -> dict[str, object]:
         (replaced("scores", 8, math.nan), "Token 8 has the score nan"),
         (replaced("tokens", 9, 5), "tokens holds 5"),
         (replaced("tokens", 9, "<0xZZ>"), "byte token '<0xZZ>'"),
-        (tiny_bpe(**{"tokenizer.ggml.pre": "klingon"}), "'klingon'; allowed are 'default', 'gpt-2', 'llama-bpe'"),
+        (
+            tiny_bpe(**{"tokenizer.ggml.pre": "klingon"}),
+            "'klingon'; allowed are 'default', 'gpt-2', 'mpt', 'olmo', 'llama-bpe'",
+        ),
         (tiny_bpe(**{"tokenizer.ggml.merges": None}), "tokenizer.ggml.merges is missing"),
     ],
 )
