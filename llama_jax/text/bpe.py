@@ -51,6 +51,7 @@ class PreTokenizer:
 _LLAMA3 = PreTokenizer(patterns=(_WORDS_AND_DIGITS.replace("DIGITS", "{1,3}"),), ignore_merges=True, add_bos=True)
 _SMOLLM = PreTokenizer(patterns=(r"\p{N}", _GPT2))
 _QWEN2 = PreTokenizer(patterns=(_WORDS_AND_DIGITS.replace("DIGITS", ""),))
+# The pattern of the model's own tokenizer.json; llama.cpp approximates it with ASCII letters.
 _TEKKEN = PreTokenizer(
     patterns=(
         rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
@@ -63,16 +64,10 @@ _DEFAULT = PreTokenizer(patterns=(r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0
 
 PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     "default": _DEFAULT,
-    "gpt-2": PreTokenizer(patterns=(_GPT2,)),
-    "llama-bpe": _LLAMA3,
-    "llama3": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "qwen2": _QWEN2,
-    "deepseek-r1-qwen": _QWEN2,
-    "smollm": _SMOLLM,
-    "starcoder": _SMOLLM,
-    "refact": _SMOLLM,
-    "command-r": _SMOLLM,
+    **dict.fromkeys(("gpt-2", "mpt", "olmo"), PreTokenizer(patterns=(_GPT2,))),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2"), _LLAMA3),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), _SMOLLM),
     "tekken": _TEKKEN,
 }
 
@@ -112,7 +107,9 @@ class ByteLevelTokenizer(VocabularyTokenizer):
 
 
 def build_library_tokenizer(vocabulary: Vocabulary, merges: Sequence[str], pre_tokenizer: PreTokenizer) -> Tokenizer:
-    """The library's tokenizer. Control and unknown tokens are left out, so that no text can become one.
+    """The library's tokenizer.
+
+    Control and unknown tokens and the merges that lead to them are left out: no text becomes one.
 
     Bytes that the vocabulary lacks (SmolLM2 lacks 21) get ids beyond it: as in llama.cpp they add nothing to the ids,
     yet keep their neighbours from merging.
@@ -132,6 +129,8 @@ def build_library_tokenizer(vocabulary: Vocabulary, merges: Sequence[str], pre_t
     except ValueError:
         bad = next(m for m in merges if " " not in m[1:])
         raise FormatError(f"The merge {bad!r} is not two texts with a space between them.") from None
+    controls = {t for t, kind in zip(vocabulary.texts, vocabulary.types, strict=True) if kind in hidden} - ids.keys()
+    pairs = [(a, b) for a, b in pairs if a + b not in controls and a not in controls and b not in controls]
     try:
         model = models.BPE(ids, pairs, ignore_merges=pre_tokenizer.ignore_merges)
     except Exception as error:  # the library raises plain Exception

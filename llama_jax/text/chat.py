@@ -78,10 +78,10 @@ def encode_chat(
 ) -> list[int]:
     """Token ids of a conversation; arguments and errors as in `render_chat`.
 
-    The template is `template`, else the tokenizer's. Its special tokens become ids, and BOS comes first exactly once
-    where the template writes it or the vocabulary adds it. Special tokens inside messages and tools stay text: each is
-    rendered as a single private-use character and put back afterwards, so that a user cannot close his own turn. For
-    messages without special tokens the ids are those of the whole text.
+    The template is `template`, else the tokenizer's. Its special tokens become ids. BOS comes first exactly once where
+    the template writes it or the vocabulary adds it; EOS stands only where the template writes it. Special tokens
+    inside messages and tools stay text: each is rendered as a single private-use character and put back afterwards, so
+    that a user cannot close his own turn. For messages without special tokens the ids are those of the whole text.
     """
     literals = _literals(tokenizer, [messages, tools])
     hidden = {text: character for character, text in literals.items()}
@@ -95,7 +95,7 @@ def encode_chat(
         tools=_replaced(tools, hidden),
         **extra,
     )
-    ids = tokenizer.encode(text, add_bos=False, parse_special=True, literals=literals)
+    ids = tokenizer.encode(text, add_bos=False, add_eos=False, parse_special=True, literals=literals)
     if bos is not None and tokenizer.add_bos and ids[:1] != [bos]:
         ids.insert(0, bos)
     return ids

@@ -201,6 +201,9 @@ def _filtered(node: nodes.Expr, name: str) -> nodes.Filter:
     return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
 
 
+# `pass_context` keeps Jinja from running these while it compiles.
+
+
 @pass_context
 def _finalize(_context: Context, value: Any) -> str:
     return to_text(value)

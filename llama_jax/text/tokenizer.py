@@ -43,6 +43,7 @@ class Tokenizer(Protocol):
         text: str,
         *,
         add_bos: bool | None = None,
+        add_eos: bool | None = None,
         parse_special: bool = False,
         literals: Mapping[str, str] | None = None,
     ) -> list[int]:
@@ -50,13 +51,13 @@ class Tokenizer(Protocol):
 
         Args:
           text: any string; lone surrogates become U+FFFD.
-          add_bos: whether BOS comes first; None does what the file says. EOS always follows the file.
+          add_bos, add_eos: whether BOS comes first and EOS last; None does what the file says.
           parse_special: control tokens in the text become their ids; else `<s>` in a text is three characters.
             User-defined tokens always become their ids.
           literals: single characters that stand for texts in which no special token is seen.
 
         Raises:
-          ArgumentError: `add_bos` is True and the vocabulary has no BOS token.
+          ArgumentError: `add_bos` or `add_eos` is True and the vocabulary has no such token.
         """
         ...
 

@@ -6,15 +6,12 @@ A tokenizer of one family only says how plain text becomes ids (`_encode_plain`)
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
 from llama_jax.errors import ArgumentError, FormatError
-
-logger = logging.getLogger(__name__)
 
 
 class TokenType(IntEnum):
@@ -30,7 +27,8 @@ class TokenType(IntEnum):
 
 SILENT_TYPES = frozenset({TokenType.UNKNOWN, TokenType.CONTROL, TokenType.UNUSED})
 
-# Tokens that end a generation whatever the metadata says about them (the set of llama.cpp's vocabulary loader).
+# Tokens that end a generation whatever the metadata says about them (llama.cpp's list, without its
+# exceptions for architectures other than llama).
 _ENDS = """
     <|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> </s> <|eom_id|>
     <EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <｜end▁of▁sentence｜>
@@ -157,6 +155,7 @@ class VocabularyTokenizer(ABC):
         text: str,
         *,
         add_bos: bool | None = None,
+        add_eos: bool | None = None,
         parse_special: bool = False,
         literals: Mapping[str, str] | None = None,
     ) -> list[int]:
@@ -167,7 +166,11 @@ class VocabularyTokenizer(ABC):
             raise ArgumentError("add_bos is True, but the vocabulary has no BOS token; only False is allowed.")
         ids = [self.bos_id] if add_bos and self.bos_id is not None else []
         ids += self._encode_text(well_formed(text), parse_special, literals or {})
-        if self.add_eos and self.eos_id is not None:
+        if add_eos is None:
+            add_eos = self.add_eos
+        if add_eos and self.eos_id is None:
+            raise ArgumentError("add_eos is True, but the vocabulary has no EOS token; only False is allowed.")
+        if add_eos and self.eos_id is not None:
             ids.append(self.eos_id)
         return ids
 

@@ -35,7 +35,7 @@ def shared_path(name: str) -> Path:
 
 
 def gguf_metadata(path: Path) -> dict[str, object]:
-    """The `tokenizer.*` keys of a GGUF file; the gguf package's reader takes 9 s for 128k tokens, this one 0.4 s."""
+    """The `tokenizer.*` keys of a GGUF file; the gguf package's reader takes 8 s for 128k tokens, this one 0.3 s."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         at = 8
 

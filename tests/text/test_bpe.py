@@ -190,8 +190,9 @@ PAIRS = {pre: tokenizer_from_gguf(pair_vocabulary(pre)) for pre in ("gpt-2", "qw
 
 
 def test_known_ids(llama3: Tokenizer) -> None:
-    # as tiktoken gives them for Llama 3
+    # fixed values, confirmed by the oracle above; no other program was run for them
     assert llama3.encode("Hello world!") == [128000, 9906, 1917, 0]
+    assert llama3.encode("Hello, we can use") == [128000, 9906, 11, 584, 649, 1005]
     assert llama3.encode("") == [128000]
     assert llama3.encode("<|eot_id|>", add_bos=False, parse_special=True) == [128009]
     assert 128009 not in llama3.encode("<|eot_id|>")
@@ -246,6 +247,12 @@ def test_merges_must_fit_the_vocabulary() -> None:
         tokenizer_from_gguf(tiny_bpe(**{"tokenizer.ggml.merges": ["zz z"]}))
     with pytest.raises(FormatError, match="'he'"):
         tokenizer_from_gguf(tiny_bpe(**{"tokenizer.ggml.merges": ["he"]}))
+
+
+def test_merges_never_lead_to_a_control_token() -> None:
+    tokenizer = tokenizer_from_gguf(tiny_bpe(**{"tokenizer.ggml.eot_token_id": 259}))
+    assert tokenizer.special_tokens["hello"] == 259
+    assert [tokenizer.piece(i) for i in tokenizer.encode("hello world")] == ["hell", "o", "Ġworld"]
 
 
 def test_128k_vocabulary_builds_fast(llama3_metadata) -> None:

@@ -163,7 +163,7 @@ def test_large_but_honest_conversations_pass() -> None:
     messages = [{"role": "user", "content": "word " * 500}] * 1000
     start = time.perf_counter()
     assert len(render(None, messages)) > 2_500_000
-    assert time.perf_counter() - start < 3  # measured 0.1 s
+    assert time.perf_counter() - start < 3  # measured 0.02 s
 
 
 @pytest.mark.parametrize("template", ["{{", "{% if %}", "{{ x.y.z }}", "{{ nothing() }}", "{{ 1 + 'a' }}"])
@@ -189,6 +189,8 @@ def test_exactly_one_bos(llama2_like: Tokenizer) -> None:
     silent = tokenizer_from_gguf(tiny_spm(**{"tokenizer.ggml.add_bos_token": False}))
     assert encode_chat(silent, USER, template="{{ messages[0].content }}") == silent.encode("hello")
     assert encode_chat(silent, USER, template=LLAMA2)[0] == 1
+    ending = tokenizer_from_gguf(tiny_spm(**{"tokenizer.ggml.add_eos_token": True}))
+    assert 2 not in encode_chat(ending, USER)
 
 
 @given(content=st.text(max_size=30))

@@ -36,7 +36,7 @@ def test_decode_restores_the_text(llama2: Tokenizer, text: str) -> None:
     assert llama2.decode(llama2.encode(text)) == text.replace("▁", " ")
 
 
-# Ids as llama.cpp prints them for this vocabulary.
+# The line with <s> is llama.cpp's output; the others are what sentencepiece gives for the original model, after BOS.
 @pytest.mark.parametrize(
     ("text", "ids"),
     [

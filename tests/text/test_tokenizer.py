@@ -41,7 +41,10 @@ def replaced(key: str, index: int, value: object) -> dict[str, object]:
         (replaced("scores", 8, math.nan), "Token 8 has the score nan"),
         (replaced("tokens", 9, 5), "tokens holds 5"),
         (replaced("tokens", 9, "<0xZZ>"), "byte token '<0xZZ>'"),
-        (tiny_bpe(**{"tokenizer.ggml.pre": "klingon"}), "'klingon'; allowed are 'default', 'gpt-2', 'llama-bpe'"),
+        (
+            tiny_bpe(**{"tokenizer.ggml.pre": "klingon"}),
+            "'klingon'; allowed are 'default', 'gpt-2', 'mpt', 'olmo', 'llama-bpe'",
+        ),
         (tiny_bpe(**{"tokenizer.ggml.merges": None}), "tokenizer.ggml.merges is missing"),
     ],
 )
@@ -62,6 +65,9 @@ def test_asked_for_bos_without_one() -> None:
     assert tokenizer.bos_id is None
     with pytest.raises(ArgumentError, match="no BOS"):
         tokenizer.encode("a", add_bos=True)
+    del metadata["tokenizer.ggml.eos_token_id"]
+    with pytest.raises(ArgumentError, match="no EOS"):
+        tokenizer_from_gguf(metadata).encode("a", add_eos=True)
 
 
 def test_numpy_arrays_and_bytes_are_accepted(spm: Tokenizer) -> None:
@@ -103,6 +109,7 @@ def test_bos_and_eos_follow_the_file_unless_told() -> None:
             tokenizer = tokenizer_from_gguf(tiny_spm(**rules))
             assert tokenizer.encode("a") == [1] * add_bos + [266] + [2] * add_eos
             assert tokenizer.encode("a", add_bos=not add_bos)[0] == (266 if add_bos else 1)
+            assert tokenizer.encode("a", add_eos=not add_eos)[-1] == (266 if add_eos else 2)
             assert tokenizer.encode("") == [1] * add_bos + [2] * add_eos
 
 
