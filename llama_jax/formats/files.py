@@ -1,0 +1,110 @@
+"""What GGUF and safetensors files share: memory maps, records of tensors, and telling other kinds of files apart."""
+
+from __future__ import annotations
+
+import dataclasses
+import mmap
+from collections.abc import Iterable
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from llama_jax.errors import ArgumentError, FormatError
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Where a tensor lies.
+
+    Attributes:
+      name: in the file.
+      shape: in numpy's order, slowest axis first; a matrix is [out, in].
+      type_name: a key of `llama_jax.quantization.BLOCK_TYPES`.
+      nbytes: of the packed data.
+      offset: from the beginning of the file, in bytes.
+      file: the path of the file that holds it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    type_name: str
+    nbytes: int
+    offset: int
+    file: Path
+
+
+class MappedFile:
+    """A read-only memory map. Arrays taken from it stay valid after `close`; the map goes with the last of them."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if path.is_dir():
+            raise FormatError(f"{path} is a directory; a single model file is needed here.")
+        try:
+            with path.open("rb") as file:
+                self.size = file.seek(0, 2)
+                if self.size == 0:
+                    raise FormatError(f"{path} is empty.")
+                self._map: mmap.mmap | None = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except FileNotFoundError:
+            raise ArgumentError(f"{path} does not exist.") from None
+        except OSError as error:
+            raise ArgumentError(f"{path} cannot be read: {error.strerror}.") from None
+
+    @property
+    def map(self) -> mmap.mmap:
+        """The map itself; slices of it are bytes."""
+        if self._map is None:
+            raise ArgumentError(f"{self.path} has been closed.")
+        return self._map
+
+    def array(self, offset: int, nbytes: int) -> np.ndarray:
+        """A read-only view, uint8 [nbytes]."""
+        return np.frombuffer(self.map, np.uint8, nbytes, offset)
+
+    def close(self) -> None:
+        """Give the map up; calling twice is fine."""
+        if self._map is not None:
+            with suppress(BufferError):  # arrays still use it
+                self._map.close()
+            self._map = None
+
+
+_FOREIGN = (
+    (b"lmgg", "an unversioned ggml file of early 2023"),
+    (b"fmgg", "a ggmf file of early 2023"),
+    (b"tjgg", "a ggjt file of 2023, llama.cpp's format before GGUF"),
+    (b"algg", "a ggla LoRA adapter of 2023"),
+    (b"pcgg", "a llama.cpp training checkpoint of 2023"),
+    (b"PK\x03\x04", "a zip archive, such as a PyTorch checkpoint"),
+    (b"\x80\x02", "a Python pickle, such as an old PyTorch checkpoint"),
+    (b"\x80\x03", "a Python pickle"),
+    (b"\x80\x04", "a Python pickle"),
+    (b"\x80\x05", "a Python pickle"),
+    (b"version https://git-lfs", "a git-lfs pointer, not the file it stands for; fetch it with `git lfs pull`"),
+    (b"\x1f\x8b", "a gzip archive; unpack it first"),
+    (b"\x89HDF", "an HDF5 file"),
+    (b"<!DOCTYPE", "a web page, probably a failed download"),
+    (b"<html", "a web page, probably a failed download"),
+    (b"GGUF", "a GGUF file"),
+)
+
+
+def describe_kind(head: bytes) -> str:
+    """What the first bytes of a file show it to be, as words for an error."""
+    for magic, words in _FOREIGN:
+        if head.startswith(magic):
+            return words
+    if len(head) > 9 and head[8:9] == b"{" and int.from_bytes(head[:8], "little") < 1 << 40:
+        return "a safetensors file"
+    return f"of an unknown kind; its first bytes are {head[:4]!r}"
+
+
+def check_overlaps(tensors: Iterable[TensorInfo]) -> None:
+    """Refuse two tensors of one file that share bytes."""
+    ordered = sorted((t for t in tensors if t.nbytes), key=lambda t: (str(t.file), t.offset))
+    for before, after in pairwise(ordered):
+        if before.file == after.file and before.offset + before.nbytes > after.offset:
+            raise FormatError(f"{after.file}: the data of {before.name!r} and {after.name!r} overlap.")
