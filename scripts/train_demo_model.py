@@ -42,7 +42,7 @@ from jax import Array
 from llama_jax.config import LlamaConfig
 from llama_jax.formats.load import load_params, open_model
 from llama_jax.formats.save import save_gguf
-from llama_jax.loss import loss, summed_loss
+from llama_jax.losses import loss, summed_loss
 from llama_jax.model import Params, init_params
 
 ROOT = Path(__file__).resolve().parent.parent
