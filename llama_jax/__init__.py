@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from llama_jax.cache import KVCache, advance, append, attend, init_cache
+    from llama_jax.cache import KVCache, advance, append, append_and_attend, init_cache
     from llama_jax.config import PRESETS, LlamaConfig, RopeScaling
     from llama_jax.errors import ArgumentError, FormatError, LlamaJaxError
     from llama_jax.formats.load import load_params, open_model
@@ -23,7 +23,7 @@ __version__ = "0.1.0"
 
 # Public name -> module. Imported on first use, so that `import llama_jax` alone does not start jax.
 _PUBLIC = {
-    "cache": ("KVCache", "advance", "append", "attend", "init_cache"),
+    "cache": ("KVCache", "advance", "append", "append_and_attend", "init_cache"),
     "config": ("PRESETS", "LlamaConfig", "RopeScaling"),
     "errors": ("ArgumentError", "FormatError", "LlamaJaxError"),
     "formats.load": ("load_params", "open_model"),

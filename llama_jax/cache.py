@@ -2,7 +2,7 @@
 
 One buffer per layer, so that each is donated and updated in place on its own: a stacked buffer inside a scan measured
 2.8 times slower. A row's slot number is its token's position; slots from `lengths` on hold nothing that is ever read.
-The model reaches the cache only through `append`, `attend` and `advance`.
+The model reaches the cache only through `append_and_attend` and `advance`.
 """
 
 from __future__ import annotations
@@ -17,15 +17,21 @@ from jax.typing import DTypeLike
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ArgumentError
 from llama_jax.kernels.attention import attention
+from llama_jax.kernels.backend import Backend, kernel_backend
+from llama_jax.kernels.decode_attention import decode_attention
 
 
 @struct.dataclass
 class KVCache:
-    """Keys (after rotation) and values, L buffers each [B, K, S, E]; `lengths` [B] int32, the slots filled per row."""
+    """Keys (after rotation) and values, L buffers each [B, K, S, E]; `lengths` [B] int32, the slots filled per row.
+
+    `kernels` names what serves the attention of single tokens, see `llama_jax.kernels.backend`.
+    """
 
     k: tuple[Array, ...]
     v: tuple[Array, ...]
     lengths: Array
+    kernels: Backend = struct.field(pytree_node=False, default="xla")
 
     @property
     def capacity(self) -> int:
@@ -38,15 +44,21 @@ class KVCache:
         return self.k[0].shape[0]
 
 
-def init_cache(config: LlamaConfig, batch: int, capacity: int, dtype: DTypeLike) -> KVCache:
-    """An empty cache for `batch` sequences of at most `capacity` tokens."""
+def init_cache(
+    config: LlamaConfig, batch: int, capacity: int, dtype: DTypeLike, kernels: Backend | None = None
+) -> KVCache:
+    """An empty cache for `batch` sequences of at most `capacity` tokens, on one device.
+
+    Args:
+      kernels: None takes what the default device runs best.
+    """
     if batch < 1 or capacity < 1:
         raise ArgumentError(
             f"A KV cache of {batch} sequences x {capacity} tokens was asked for; both must be at least 1."
         )
     shape = (batch, config.n_kv_heads, capacity, config.head_dim)
     k, v = (tuple(jnp.zeros(shape, dtype) for _ in range(config.n_layers)) for _ in "kv")
-    return KVCache(k=k, v=v, lengths=jnp.zeros(batch, jnp.int32))
+    return KVCache(k=k, v=v, lengths=jnp.zeros(batch, jnp.int32), kernels=kernels or kernel_backend())
 
 
 def append(cache: KVCache, layer: int, k: Array, v: Array, counts: Array) -> KVCache:
@@ -76,9 +88,24 @@ def _replaced(buffers: tuple[Array, ...], index: int, buffer: Array) -> tuple[Ar
     return (*buffers[:index], buffer, *buffers[index + 1 :])
 
 
-def attend(cache: KVCache, layer: int, q: Array, window: int | None) -> Array:
-    """Attention of the queries `q` [B, T, H, E], whose keys were just appended, to all slots before: [B, T, H, E]."""
-    return attention(q, cache.k[layer].astype(q.dtype), cache.v[layer].astype(q.dtype), cache.lengths, window)
+def append_and_attend(
+    cache: KVCache, layer: int, q: Array, k: Array, v: Array, counts: Array, window: int | None
+) -> tuple[Array, KVCache]:
+    """`append`s the keys and values and lets their queries `q` [B, T, H, E] attend to all slots up to their own.
+
+    Returns:
+      out: [B, T, H, E], meaningless where nothing was appended.
+      cache: with `lengths` unchanged.
+    """
+    if cache.kernels == "triton" and q.shape[1] == 1:
+        out, k_buffer, v_buffer = decode_attention(
+            q[:, 0], k[:, 0], v[:, 0], cache.k[layer], cache.v[layer], cache.lengths, counts, window
+        )
+        k_buffers, v_buffers = _replaced(cache.k, layer, k_buffer), _replaced(cache.v, layer, v_buffer)
+        return out[:, None], replace(cache, k=k_buffers, v=v_buffers)
+    cache = append(cache, layer, k, v, counts)
+    out = attention(q, cache.k[layer].astype(q.dtype), cache.v[layer].astype(q.dtype), cache.lengths, window)
+    return out, cache
 
 
 def advance(cache: KVCache, counts: Array) -> KVCache:

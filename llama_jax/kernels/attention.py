@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+_HIDDEN = -1e30  # finite, so that a query that sees no key gets numbers, not NaN
+
 
 def attention(q: Array, k: Array, v: Array, q_start: Array, window: int | None = None) -> Array:
     """Softmax attention in float32, as plain array operations that XLA compiles for any device.
@@ -31,6 +33,6 @@ def attention(q: Array, k: Array, v: Array, q_start: Array, window: int | None =
     visible = distance >= 0  # [B, T, S]
     if window is not None:
         visible &= distance < window
-    scores = jnp.where(visible[:, None, None], scores * E**-0.5, -jnp.inf)
+    scores = jnp.where(visible[:, None, None], scores * E**-0.5, _HIDDEN)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
     return jnp.einsum("bkgts,bkse->btkge", weights, v, precision=precision).reshape(B, T, H, E)

@@ -1,0 +1,200 @@
+"""Attention of one new token per sequence against the KV cache, which takes the token's key and value on the way.
+
+One query reads its whole cache and computes little, so the kernel is bound by memory. A long sequence is split over
+many programs (flash decoding, Dao et al. 2023); each reads only slots that are filled, and a second small kernel joins
+the parts. Writing the new key and value in the same kernel saves two scatters a layer.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from llama_jax.kernels.attention import attention
+
+_NOTHING = -1e30  # the logarithm of no weight at all; finite, so that differences of two stay numbers
+_MIN_ROWS = 16  # of a matrix unit's left operand
+_MAX_SPLITS = 64
+
+
+def decode_attention_reference(
+    q: Array,
+    k_new: Array,
+    v_new: Array,
+    k_cache: Array,
+    v_cache: Array,
+    lengths: Array,
+    counts: Array,
+    window: int | None = None,
+) -> tuple[Array, Array, Array]:
+    """What `decode_attention` computes, as plain array operations."""
+    B, K, S, _ = k_cache.shape
+    slots = jnp.where(counts > 0, lengths, S)[:, None]
+    rows, heads = jnp.arange(B, dtype=jnp.int32)[:, None], jnp.arange(K, dtype=jnp.int32)
+    k_cache = k_cache.at[rows, heads, slots].set(k_new.astype(k_cache.dtype), mode="drop")
+    v_cache = v_cache.at[rows, heads, slots].set(v_new.astype(v_cache.dtype), mode="drop")
+    out = attention(q[:, None], k_cache.astype(q.dtype), v_cache.astype(q.dtype), lengths, window)
+    return out[:, 0], k_cache, v_cache
+
+
+def _split_kernel(
+    lengths_ref, counts_ref, q_ref, k_new_ref, v_new_ref, k_ref, v_ref, out_ref, lse_ref, k_out_ref, v_out_ref,
+    *, block: int, n_splits: int, window: int | None,
+):  # fmt: skip
+    """One part of one sequence's slots for the query heads [G, E] of one key/value head."""
+    row, split = pl.program_id(0), pl.program_id(2)
+    G, E = q_ref.shape
+    rows = jnp.arange(max(_MIN_ROWS, pl.next_power_of_2(G)))
+    columns = jnp.arange(pl.next_power_of_2(E))
+    real = (columns < E)[None, :]
+    precision = lax.Precision.HIGHEST if q_ref.dtype == jnp.float32 else None
+
+    position = lengths_ref[row]
+    first = jnp.maximum(position - (window - 1), 0) if window is not None else 0
+    share = pl.cdiv(pl.cdiv(position - first, n_splits), block) * block
+    start = first + split * share
+    stop = jnp.minimum(start + share, position)
+
+    q = plgpu.load(q_ref.at[rows[:, None], columns[None, :]], mask=(rows < G)[:, None] & real, other=0.0)
+    k_new = plgpu.load(k_new_ref.at[columns], mask=columns < E, other=0.0)
+    v_new = plgpu.load(v_new_ref.at[columns], mask=columns < E, other=0.0)
+
+    # The first part begins with the new token itself, which is in no slot yet.
+    has_new = split == 0
+    score = jnp.sum(q.astype(jnp.float32) * k_new.astype(jnp.float32)[None, :], axis=1) * E**-0.5
+    m = jnp.where(has_new, score, _NOTHING)
+    total = jnp.where(has_new, 1.0, 0.0) + jnp.zeros_like(score)
+    out = jnp.where(has_new, v_new.astype(jnp.float32)[None, :], 0.0) + jnp.zeros(q.shape, jnp.float32)
+
+    def body(i, carry):
+        m, total, out = carry
+        slots = start + i * block + jnp.arange(block)
+        filled = slots < stop
+        at = (slots[:, None], columns[None, :])
+        k = plgpu.load(k_ref.at[at], mask=filled[:, None] & real, other=0.0).astype(q.dtype)
+        scores = jnp.dot(q, k.T, preferred_element_type=jnp.float32, precision=precision) * E**-0.5
+        scores = jnp.where(filled[None, :], scores, _NOTHING)
+        new_m = jnp.maximum(m, jnp.max(scores, axis=1))
+        shrink = jnp.exp(m - new_m)
+        weights = jnp.exp(scores - new_m[:, None])
+        v = plgpu.load(v_ref.at[at], mask=filled[:, None] & real, other=0.0).astype(q.dtype)
+        update = jnp.dot(weights.astype(q.dtype), v, preferred_element_type=jnp.float32, precision=precision)
+        return new_m, total * shrink + jnp.sum(weights, axis=1), out * shrink[:, None] + update
+
+    m, total, out = lax.fori_loop(0, pl.cdiv(stop - start, block), body, (m, total, out))
+    some = total > 0
+    out = out / jnp.where(some, total, 1.0)[:, None]
+    plgpu.store(out_ref.at[rows[:, None], columns[None, :]], out.astype(out_ref.dtype), mask=(rows < G)[:, None] & real)
+    lse = jnp.where(some, m + jnp.log(jnp.where(some, total, 1.0)), _NOTHING)
+    plgpu.store(lse_ref.at[rows], lse, mask=rows < G)
+
+    @pl.when(has_new & (counts_ref[row] > 0) & (position < k_ref.shape[0]))
+    def _():
+        plgpu.store(k_out_ref.at[position, columns], k_new.astype(k_out_ref.dtype), mask=columns < E)
+        plgpu.store(v_out_ref.at[position, columns], v_new.astype(v_out_ref.dtype), mask=columns < E)
+
+
+def _join_kernel(parts_ref, lse_ref, out_ref, *, group: int):
+    """Weighs one query head's parts [n_splits, G, E] by their shares of the softmax."""
+    n_splits, _, E = parts_ref.shape
+    g = pl.program_id(1) % group
+    splits, columns = jnp.arange(n_splits), jnp.arange(pl.next_power_of_2(E))
+    lse = plgpu.load(lse_ref.at[splits, g])
+    weights = jnp.exp(lse - jnp.max(lse))
+    weights = weights / jnp.sum(weights)
+    parts = plgpu.load(parts_ref.at[splits[:, None], g, columns[None, :]], mask=(columns < E)[None, :], other=0.0)
+    out = jnp.sum(parts * weights[:, None], axis=0)
+    plgpu.store(out_ref.at[columns], out.astype(out_ref.dtype), mask=columns < E)
+
+
+def split_count(sequences: int, capacity: int, block: int, programs: int = 264) -> int:
+    """Parts per sequence and key/value head, a power of two: enough for two programs on each of an H200's 132 units."""
+    wanted = pl.next_power_of_2(pl.cdiv(programs, sequences))
+    return min(wanted, _MAX_SPLITS, pl.next_power_of_2(pl.cdiv(capacity, block)))
+
+
+def decode_attention(
+    q: Array,
+    k_new: Array,
+    v_new: Array,
+    k_cache: Array,
+    v_cache: Array,
+    lengths: Array,
+    counts: Array,
+    window: int | None = None,
+    *,
+    block: int = 64,
+    n_splits: int | None = None,
+    n_warps: int = 4,
+    interpret: bool = False,
+) -> tuple[Array, Array, Array]:
+    """Appends one token per row to the cache and attends to it and all before it, in one pass over the filled slots.
+
+    Args:
+      q: [B, H, E]; head h attends to key/value head h // (H / K).
+      k_new, v_new: [B, K, E], of the new tokens.
+      k_cache, v_cache: [B, K, S, E], updated in place where they are donated.
+      lengths: [B] int32, filled slots per row: the new token's position.
+      counts: [B] int32; a row with 0 writes nothing, and its result means nothing. Nor does a full row write.
+      window: a token sees itself and the `window - 1` tokens before it; None: all.
+      block: slots a program reads at once; n_splits: parts per sequence, None for enough to fill the card.
+      interpret: run on any device, slowly, for tests.
+
+    Returns:
+      out: [B, H, E] in q's dtype, summed in float32.
+      k_cache, v_cache: with the new tokens.
+    """
+    B, H, E = q.shape
+    K, S = k_cache.shape[1:3]
+    G = H // K
+    splits = n_splits or split_count(B * K, S, block)
+    one = splits == 1
+
+    def spec(*shape: int | None, at=lambda b, h, s: (b, h, 0, 0)) -> pl.BlockSpec:
+        return pl.BlockSpec(shape, at)
+
+    scalars = pl.BlockSpec((B,), lambda b, h, s: (0,))
+    head = spec(None, None, E, at=lambda b, h, s: (b, h, 0))
+    slots = spec(None, None, S, E)
+    parts, lse, k_cache, v_cache = pl.pallas_call(
+        functools.partial(_split_kernel, block=block, n_splits=splits, window=window),
+        grid=(B, K, splits),
+        in_specs=[scalars, scalars, spec(None, None, G, E), head, head, slots, slots],
+        out_specs=[
+            spec(None, None, None, G, E, at=lambda b, h, s: (b, h, s, 0, 0)),
+            spec(None, None, None, G, at=lambda b, h, s: (b, h, s, 0)),
+            slots,
+            slots,
+        ],
+        out_shape=[
+            jax.ShapeDtypeStruct((B, K, splits, G, E), q.dtype if one else jnp.float32),
+            jax.ShapeDtypeStruct((B, K, splits, G), jnp.float32),
+            jax.ShapeDtypeStruct(k_cache.shape, k_cache.dtype),
+            jax.ShapeDtypeStruct(v_cache.shape, v_cache.dtype),
+        ],
+        input_output_aliases={5: 2, 6: 3},
+        compiler_params=plgpu.CompilerParams(num_warps=n_warps, num_stages=2),
+        interpret=interpret,
+        name="decode_attention_split",
+    )(lengths, counts, q.reshape(B, K, G, E), k_new, v_new, k_cache, v_cache)
+    if one:
+        return parts.reshape(B, H, E), k_cache, v_cache
+    out = pl.pallas_call(
+        functools.partial(_join_kernel, group=G),
+        grid=(B, H),
+        in_specs=[
+            pl.BlockSpec((None, None, splits, G, E), lambda b, h: (b, h // G, 0, 0, 0)),
+            pl.BlockSpec((None, None, splits, G), lambda b, h: (b, h // G, 0, 0)),
+        ],
+        out_specs=pl.BlockSpec((None, None, E), lambda b, h: (b, h, 0)),
+        out_shape=jax.ShapeDtypeStruct((B, H, E), q.dtype),
+        compiler_params=plgpu.CompilerParams(num_warps=n_warps, num_stages=2),
+        interpret=interpret,
+        name="decode_attention_join",
+    )(parts, lse)
+    return out, k_cache, v_cache

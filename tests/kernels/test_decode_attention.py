@@ -1,0 +1,103 @@
+"""The kernel against its reference: in interpret mode here, compiled with -m gpu."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llama_jax import append_and_attend, init_cache
+from llama_jax.kernels.decode_attention import decode_attention, decode_attention_reference, split_count
+from tests.tiny import tiny_config
+
+ON_GPU = jax.default_backend() == "gpu"
+
+
+def inputs(seed: int, B: int, H: int, K: int, S: int, E: int, dtype=jnp.float32):
+    rng = np.random.default_rng(seed)
+
+    def random(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(shape), dtype)
+
+    lengths = jnp.asarray(rng.integers(0, S, B), jnp.int32)
+    return random(B, H, E), random(B, K, E), random(B, K, E), random(B, K, S, E), random(B, K, S, E), lengths
+
+
+def check(arrays, counts, window, tolerance, **options):
+    kernel = jax.jit(lambda *a: decode_attention(*a, window, interpret=not ON_GPU, **options))
+    out, k, v = kernel(*arrays, counts)
+    exact = [a.astype(jnp.float32) if a.dtype != jnp.int32 else a for a in arrays]
+    expected, expected_k, expected_v = decode_attention_reference(*exact, counts, window)
+    running = np.asarray(counts > 0)
+    error = np.linalg.norm(np.asarray(out, np.float32)[running] - expected[running])
+    assert error <= tolerance * np.linalg.norm(expected[running])
+    np.testing.assert_array_equal(np.asarray(k, np.float32), expected_k)
+    np.testing.assert_array_equal(np.asarray(v, np.float32), expected_v)
+
+
+@settings(deadline=None, max_examples=15)
+@given(
+    seed=st.integers(0, 1000),
+    B=st.integers(1, 3),
+    heads=st.sampled_from([(1, 1), (4, 4), (8, 2), (9, 3), (4, 1), (20, 1)]),
+    S=st.integers(1, 90),
+    E=st.sampled_from([16, 64, 80, 96, 128]),
+    window=st.one_of(st.none(), st.integers(1, 40)),
+    n_splits=st.sampled_from([None, 1, 2, 8]),
+)
+def test_equals_the_reference(seed, B, heads, S, E, window, n_splits):
+    arrays = inputs(seed, B, *heads, S, E)
+    check(arrays, jnp.ones(B, jnp.int32), window, 1e-5, n_splits=n_splits, block=16)
+
+
+def test_a_row_that_is_done_or_full_writes_nothing():
+    q, k_new, v_new, k, v, _ = inputs(0, 3, 4, 2, 32, 16)
+    lengths, counts = jnp.asarray([5, 32, 7], jnp.int32), jnp.asarray([0, 1, 1], jnp.int32)
+    out, new_k, new_v = decode_attention(q, k_new, v_new, k, v, lengths, counts, block=16, interpret=not ON_GPU)
+    np.testing.assert_array_equal(new_k[:2], k[:2])
+    np.testing.assert_array_equal(new_v[:2], v[:2])
+    np.testing.assert_array_equal(new_k[2, :, 7], k_new[2])
+    assert np.isfinite(out).all()
+
+
+def test_slots_behind_the_filled_ones_are_never_read():
+    q, k_new, v_new, k, v, lengths = inputs(1, 2, 4, 2, 48, 16)
+    filled = jnp.arange(48)[None, None, :, None] < lengths[:, None, None, None]
+    poisoned = [jnp.where(filled, a, jnp.nan) for a in (k, v)]
+    counts = jnp.ones(2, jnp.int32)
+    out, *_ = decode_attention(q, k_new, v_new, *poisoned, lengths, counts, block=16, interpret=not ON_GPU)
+    expected, *_ = decode_attention_reference(q, k_new, v_new, k, v, lengths, counts)
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+
+
+def test_the_reference_is_append_and_attend_of_one_token():
+    config = tiny_config()
+    q, k_new, v_new, k, v, lengths = inputs(2, 3, 4, 2, 20, 12)
+    cache = init_cache(config, 3, 20, jnp.float32, "xla").replace(k=(k, k), v=(v, v), lengths=lengths)
+    counts = jnp.asarray([1, 0, 1], jnp.int32)
+    out, cache = append_and_attend(cache, 1, q[:, None], k_new[:, None], v_new[:, None], counts, 6)
+    expected, new_k, new_v = decode_attention_reference(q, k_new, v_new, k, v, lengths, counts, 6)
+    np.testing.assert_allclose(out[:, 0], expected, atol=1e-6)
+    np.testing.assert_array_equal(cache.k[1], new_k)
+    np.testing.assert_array_equal(cache.v[1], new_v)
+
+
+@pytest.mark.parametrize(
+    ("sequences", "capacity", "splits"), [(8, 2048, 32), (8, 64, 1), (512, 2048, 1), (1, 65536, 64), (256, 8192, 2)]
+)
+def test_splits_fill_the_card_and_no_more(sequences, capacity, splits):
+    assert split_count(sequences, capacity, 64) == splits
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(
+    "shape", [(1, 32, 8, 8192, 128), (4, 9, 3, 777, 64), (3, 16, 16, 300, 80), (2, 8, 1, 1000, 256)]
+)
+@pytest.mark.parametrize("window", [None, 100])
+def test_compiled_for_the_gpu(dtype, shape, window):
+    B = shape[0]
+    tolerance = 1e-5 if dtype == jnp.float32 else 1e-2
+    for seed in range(3):
+        check(inputs(seed, *shape, dtype), jnp.ones(B, jnp.int32), window, tolerance)
