@@ -65,11 +65,11 @@ def _split_kernel(
     v_new = plgpu.load(v_new_ref.at[columns], mask=columns < E, other=0.0)
 
     # The first part begins with the new token itself, which is in no slot yet.
-    has_new = split == 0
     score = jnp.sum(q.astype(jnp.float32) * k_new.astype(jnp.float32)[None, :], axis=1) * E**-0.5
+    has_new = jnp.full(rows.shape, split) == 0
     m = jnp.where(has_new, score, _NOTHING)
-    total = jnp.where(has_new, 1.0, 0.0) + jnp.zeros_like(score)
-    out = jnp.where(has_new, v_new.astype(jnp.float32)[None, :], 0.0) + jnp.zeros(q.shape, jnp.float32)
+    total = has_new.astype(jnp.float32)
+    out = total[:, None] * v_new.astype(jnp.float32)[None, :]
 
     def body(i, carry):
         m, total, out = carry
@@ -93,7 +93,7 @@ def _split_kernel(
     lse = jnp.where(some, m + jnp.log(jnp.where(some, total, 1.0)), _NOTHING)
     plgpu.store(lse_ref.at[rows], lse, mask=rows < G)
 
-    @pl.when(has_new & (counts_ref[row] > 0) & (position < k_ref.shape[0]))
+    @pl.when((split == 0) & (counts_ref[row] > 0) & (position < k_ref.shape[0]))
     def _():
         plgpu.store(k_out_ref.at[position, columns], k_new.astype(k_out_ref.dtype), mask=columns < E)
         plgpu.store(v_out_ref.at[position, columns], v_new.astype(v_out_ref.dtype), mask=columns < E)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from llama_jax import append_and_attend, init_cache
 from llama_jax.kernels.decode_attention import decode_attention, decode_attention_reference, split_count
+from tests.kernels.lowering import lower_for_h200
 from tests.tiny import tiny_config
 
 ON_GPU = jax.default_backend() == "gpu"
@@ -101,3 +102,15 @@ def test_compiled_for_the_gpu(dtype, shape, window):
     tolerance = 1e-5 if dtype == jnp.float32 else 1e-2
     for seed in range(3):
         check(inputs(seed, *shape, dtype), jnp.ones(B, jnp.int32), window, tolerance)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("E", [64, 80, 128])
+@pytest.mark.parametrize("window", [None, 100])
+def test_lowers_for_an_h200(dtype, E, window):
+    heads = [jax.ShapeDtypeStruct(shape, dtype) for shape in ((2, 9, E), (2, 3, E), (2, 3, E))]
+    caches = [jax.ShapeDtypeStruct((2, 3, 500, E), dtype)] * 2
+    rows = [jax.ShapeDtypeStruct((2,), jnp.int32)] * 2
+    text = lower_for_h200(lambda *a: decode_attention(*a, window), *heads, *caches, *rows)
+    assert "decode_attention_split" in text
+    assert "decode_attention_join" in text
