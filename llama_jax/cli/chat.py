@@ -52,6 +52,7 @@ def answer(model: Llama, messages: list[Mapping[str, str]], stream_options: Mapp
 
 
 def run(arguments: argparse.Namespace) -> None:
+    options.check_sampling(arguments)
     model, load_seconds = options.load_model(arguments)
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (line editing and history in input())

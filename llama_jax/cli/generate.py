@@ -26,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     prompt = options.read_prompt(arguments)
+    options.check_sampling(arguments)
     model, load_seconds = options.load_model(arguments)
     sampling = options.sampling_options(arguments, model.n_ctx)
     pieces = model.stream(

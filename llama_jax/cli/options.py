@@ -83,6 +83,13 @@ def sampling_options(arguments: argparse.Namespace, n_ctx: int) -> dict[str, Any
     )
 
 
+def check_sampling(arguments: argparse.Namespace) -> None:
+    """Raises ArgumentError for wrong sampling options, before a model has been loaded for nothing."""
+    from llama_jax.sampling import sampling_params
+
+    sampling_params(**sampling_options(arguments, n_ctx=1))
+
+
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "'": "'", '"': '"', "\\": "\\"}
 
 
@@ -109,7 +116,7 @@ def read_prompt(arguments: argparse.Namespace) -> str:
         return unescape(arguments.prompt) if arguments.escape else arguments.prompt
     if arguments.file is not None:
         return read_text_file(arguments.file).removesuffix("\n")
-    if sys.stdin is None or sys.stdin.isatty():
+    if sys.stdin.isatty():
         raise ArgumentError("There is no prompt; give one with -p TEXT, -f FILE or on standard input.")
     return sys.stdin.buffer.read().decode("utf-8", errors="replace").removesuffix("\n")
 
@@ -174,7 +181,7 @@ def open_tokenizer(arguments: argparse.Namespace) -> Any:
     from llama_jax.formats.load import open_model
     from llama_jax.llama import shipped_model
 
-    with open_model(resolve_path(arguments.model) if arguments.model else shipped_model()) as file:
+    with open_model(shipped_model() if arguments.model is None else resolve_path(arguments.model)) as file:
         return file.tokenizer()
 
 
