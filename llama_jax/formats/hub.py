@@ -22,8 +22,8 @@ def resolve_path(path: str | os.PathLike[str]) -> Path:
     """
     text = os.fspath(path)
     if not text.startswith(PREFIX):
-        local = Path(text).expanduser()
-        if not local.exists():
+        local = Path(os.path.expanduser(text))
+        if not os.path.exists(local):
             raise ArgumentError(
                 f"The model path {text!r} does not exist; give a .gguf file, a folder, or hf:owner/name."
             )
