@@ -1,4 +1,4 @@
-"""The shipped model from text to text. Golden texts: what this package wrote in float32 on a CPU when it was shipped."""
+"""The shipped model from text to text; golden texts are what it wrote in float32 on a CPU when it was shipped."""
 
 import dataclasses
 import sys
