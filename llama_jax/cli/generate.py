@@ -35,11 +35,7 @@ def run(arguments: argparse.Namespace) -> None:
         stop=[options.unescape(text) if arguments.escape else text for text in arguments.stop],
         **sampling,
     )
-    if sys.stderr.isatty():
-        print("compiling ...", end="\r", file=sys.stderr, flush=True)
-    model.warm_up(prompt, **sampling)
-    if sys.stderr.isatty():
-        print(" " * 14, end="\r", file=sys.stderr, flush=True)
+    options.compile_ahead(model, prompt, sampling)
     if arguments.display_prompt:
         print(prompt, end="", flush=True)
     try:

@@ -175,6 +175,16 @@ def load_model(arguments: argparse.Namespace) -> tuple[Llama, float]:
     return model, seconds
 
 
+def compile_ahead(model: Llama, prompt: str, sampling: dict[str, Any]) -> None:
+    """Compiles what `model.stream(prompt, **sampling)` needs, and says so on a terminal."""
+    on_terminal = sys.stderr.isatty()
+    if on_terminal:
+        print("compiling ...", end="\r", file=sys.stderr, flush=True)
+    model.warm_up(prompt, **sampling)
+    if on_terminal:
+        print(" " * len("compiling ..."), end="\r", file=sys.stderr, flush=True)
+
+
 def open_tokenizer(arguments: argparse.Namespace) -> Any:
     """The tokenizer of -m, without the weights."""
     from llama_jax.formats.hub import resolve_path
