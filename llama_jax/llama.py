@@ -6,6 +6,7 @@ import contextlib
 import math
 import operator
 import os
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
@@ -79,7 +80,10 @@ def load(
     from llama_jax.formats.names import is_norm, parameter_shapes
 
     _check_limits(n_ctx, n_batch)
-    dtype = np.dtype(dtype or default_dtype())
+    try:
+        dtype = np.dtype(dtype or default_dtype())
+    except TypeError:
+        raise ArgumentError(f"dtype is {dtype!r}; it must be float32, bfloat16 or float16.") from None
     with open_model(resolve_path(path) if path is not None else shipped_model()) as file:
         tokenizer = file.tokenizer()
         place = place_params(file.config, mesh)
@@ -133,7 +137,7 @@ class Llama:
         self.n_batch = n_batch
         self.mesh = mesh
         self.timings = Timings()  # of the latest generation
-        self._idle_session: Session | None = None
+        self._idle_sessions: deque[Session] = deque(maxlen=1)
 
     def new_session(self, batch: int = 1) -> Session:
         """An empty KV cache for `batch` sequences, for programs that work with token ids themselves."""
@@ -141,14 +145,17 @@ class Llama:
 
     @contextlib.contextmanager
     def _session(self) -> Iterator[Session]:
-        """The session of the call before, if no running stream has it."""
-        session, self._idle_session = self._idle_session or self.new_session(), None
+        """The session of the call before, if no running stream has it; safe among threads."""
+        try:
+            session = self._idle_sessions.pop()
+        except IndexError:
+            session = self.new_session()
         try:
             yield session
         finally:
             self.timings = session.timings
             if not session.cache.lengths.is_deleted():  # an interrupt or a lack of memory amid a step loses the cache
-                self._idle_session = session
+                self._idle_sessions.append(session)
 
     def sampling(self, **options: Any) -> SamplingParams:
         """`sampling_params` that never takes an id which only pads the vocabulary."""
