@@ -3,6 +3,7 @@
 import io
 import math
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -439,3 +440,15 @@ def test_bytes_that_are_not_text(run):
     assert (code, out) == (0, "a?\n")
     assert run("chat", "-n", "1", "--temp", "0", stdin=b"a\xff\n")[0] == 0
     assert run("tokenize", "--ids", stdin=b"\xff") == run("tokenize", "--ids", "-p", "\N{REPLACEMENT CHARACTER}")
+
+
+def test_ctrl_c_ends_without_a_traceback(environment):
+    command = [*COMMAND, "generate", "-p", "x", "--temp", "0"]
+    with subprocess.Popen(
+        command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate()
+    assert process.returncode == 130
+    assert b"Traceback" not in errors

@@ -2,6 +2,8 @@
 
 import dataclasses
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatch
 
 import jax.numpy as jnp
 import numpy as np
@@ -144,6 +146,13 @@ def test_interleaved_streams_do_not_disturb_each_other(model):
     assert alone != GOLDEN
 
 
+def test_threads_do_not_disturb_each_other(model):
+    prompts = [PROMPT, "HAMLET.\n"] * 3
+    alone = [model.generate(prompt, **GREEDY) for prompt in prompts]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        assert list(pool.map(lambda prompt: model.generate(prompt, **GREEDY), prompts)) == alone
+
+
 def test_a_dropped_stream_leaves_the_model_usable(model):
     stream = model.stream(PROMPT, **GREEDY)
     next(stream)
@@ -249,6 +258,7 @@ def test_the_context_defaults_to_the_model(loaded, n_ctx, expected):
         (dict(path="x" * 5000), "does not exist"),
         (dict(path="hf:nobody"), "not of the form hf:owner/name"),
         (dict(path="hf:a/b/c"), "not of the form hf:owner/name"),
+        (dict(dtype="bf16"), "dtype is 'bf16'; it must be float32, bfloat16 or float16"),
         (dict(dtype="int8"), "int8; it must be float32, bfloat16 or float16"),
     ],
 )
@@ -277,3 +287,26 @@ def test_a_failed_download_is_one_sentence(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", Hub)
     with pytest.raises(ArgumentError, match=r"of 'hf:o/n:f.gguf' failed: no f.gguf in o/n$"):
         llama_jax.load("hf:o/n:f.gguf")
+
+
+def test_a_download_takes_only_what_is_read(monkeypatch, tmp_path):
+    asked = {}
+
+    class Hub:
+        @staticmethod
+        def snapshot_download(name, **patterns):
+            asked.update(patterns, name=name)
+            return tmp_path
+
+    monkeypatch.setitem(sys.modules, "huggingface_hub", Hub)
+    with pytest.raises(FormatError, match=r"without config\.json"):
+        llama_jax.load("hf:owner/name")
+
+    def taken(file: str) -> bool:
+        return any(fnmatch(file, p) for p in asked["allow_patterns"]) and not any(
+            fnmatch(file, p) for p in asked["ignore_patterns"]
+        )
+
+    assert asked["name"] == "owner/name"
+    assert all(map(taken, ["config.json", "model-00001-of-00002.safetensors", "tokenizer.model", "tokenizer.json"]))
+    assert not any(map(taken, ["consolidated.safetensors", "original/params.json", "pytorch_model.bin", "x.gguf"]))
