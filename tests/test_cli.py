@@ -408,6 +408,16 @@ def test_the_second_start_compiles_nothing(start, environment):
     assert {p.name for p in cache.iterdir()} == {"llama_jax"}
 
 
+def test_without_a_place_for_the_cache(start, tmp_path):
+    (tmp_path / "file").touch()
+    done = start("generate -p x -n 1 --temp 0", XDG_CACHE_HOME=str(tmp_path / "file"))
+    assert done.returncode == 0
+    first, *rest = done.stderr.decode().splitlines()
+    assert first.startswith("llama_jax.cli: compiled programs are not kept: ")
+    assert len(rest) == 2  # what was loaded, and the speeds
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
 @pytest.mark.parametrize(
     ("line", "code"),
     [

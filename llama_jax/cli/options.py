@@ -126,8 +126,14 @@ def cache_compiled_programs() -> None:
     import jax
 
     if not jax.config.values["jax_compilation_cache_dir"]:
-        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        jax.config.update("jax_compilation_cache_dir", str(root / "llama_jax" / "programs"))
+        root = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+        folder = root / "llama_jax" / "programs"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            logging.getLogger("llama_jax.cli").info("compiled programs are not kept: %s", error)
+            return
+        jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
