@@ -49,6 +49,7 @@ def bench(params: Params, config: LlamaConfig, tokens: int, chunk: int, repeats:
             logits, cache = compiled(params, prompt, cache, counts)
         return logits
 
+    memory = compiled.memory_analysis()
     seconds = benchmark.median_seconds(run, repeats)
     rate = operations(config, tokens) / seconds
     peak = peak_operations()
@@ -60,7 +61,7 @@ def bench(params: Params, config: LlamaConfig, tokens: int, chunk: int, repeats:
         milliseconds=1e3 * seconds,
         tflop_per_second=rate / 1e12,
         share_of_limit=rate / peak if peak else None,
-        temporary_bytes=compiled.memory_analysis().temp_size_in_bytes,
+        temporary_bytes=memory.temp_size_in_bytes if memory else None,
         peak_bytes=benchmark.peak_memory(),
         compile_seconds=compile_seconds,
     )

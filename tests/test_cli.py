@@ -414,7 +414,7 @@ def test_without_a_place_for_the_cache(start, tmp_path):
     assert done.returncode == 0
     first, *rest = done.stderr.decode().splitlines()
     assert first.startswith("llama_jax.cli: compiled programs are not kept: ")
-    assert len(rest) == 2  # what was loaded, and the speeds
+    assert not [line for line in rest if "cache" in line or "Warning" in line]
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
