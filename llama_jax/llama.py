@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from jax import Array
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ArgumentError
 from llama_jax.model import Params
-from llama_jax.placement import Place, default_dtype, place_params
+from llama_jax.placement import Place, default_dtype, default_packed, place_params
 from llama_jax.sampling import SamplingParams, sampling_params
 from llama_jax.session import Session, Timings
 from llama_jax.text.chat import encode_chat
@@ -47,6 +46,7 @@ def load(
     n_ctx: int | None = None,
     n_batch: int = 512,
     mesh: Mesh | None = None,
+    packed: bool | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Llama:
     """Loads a model with its tokenizer.
@@ -59,6 +59,8 @@ def load(
         0 is the model's own.
       n_batch: most prompt tokens in one run of the model.
       mesh: devices to divide the model over, from `llama_jax.tensor_mesh`; None is the default device.
+      packed: keep quantized weights as small as in the file, and unpack them as they are multiplied. None does so on a
+        GPU; a CPU is faster with unpacked float32 weights, if they fit.
       progress: called with (bytes placed, bytes in all) after each weight.
 
     Raises:
@@ -66,25 +68,26 @@ def load(
       ArgumentError: an argument is out of range or the path does not exist.
     """
     from llama_jax.formats.hub import resolve_path
-    from llama_jax.formats.load import load_params, open_model
+    from llama_jax.formats.load import load_params, loaded_bytes, open_model
 
     dtype = np.dtype(dtype or default_dtype())
     with open_model(resolve_path(path) if path is not None else shipped_model()) as file:
         tokenizer = file.tokenizer()
         place = place_params(file.config, mesh)
+        packed = default_packed() if packed is None else packed
         if progress is not None:
-            place = _with_progress(place, file.config.n_parameters * dtype.itemsize, progress)
-        params = load_params(file, dtype, place)
+            place = _with_progress(place, loaded_bytes(file, dtype, packed), progress)
+        params = load_params(file, dtype, place, packed=packed)
         return Llama(file.config, params, tokenizer, n_ctx=n_ctx, n_batch=n_batch, mesh=mesh)
 
 
 def _with_progress(place: Place, total: int, progress: Callable[[int, int], None]) -> Place:
     done = 0
 
-    def place_and_tell(path: str, array: np.ndarray) -> Array:
+    def place_and_tell(path: str, weight: Any) -> Any:
         nonlocal done
-        placed = place(path, array)
-        done += array.nbytes
+        placed = place(path, weight)
+        done += weight.nbytes
         progress(done, total)
         return placed
 
