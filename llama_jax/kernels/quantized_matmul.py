@@ -2,27 +2,26 @@
 
 Three ways, by the number of rows of activations:
   few rows    `_vector_kernel` on the CUDA cores, float32 throughout;
-  some rows   `_tile_kernel` on the tensor cores, for 16-bit activations: weights are rounded to that type;
+  some rows   `_tile_kernel` on the tensor cores, for bfloat16 activations: weights are rounded to that type;
   many rows   the weight is unpacked whole, once for all rows, and XLA multiplies: a temporary of one tensor's size.
 On a device other than an NVIDIA GPU of compute capability 8 or above, every product goes the last way.
 
-Unpacking without conversions. A float32 with exponent 0 is 1 + mantissa / 2^23. A shift brings the F fields of one
-byte of a word to the top of the mantissa, and one AND-OR (a single LOP3 instruction) per field makes the float
-1 + code / 2^(23 - position) of it. Sums over a group then carry the sum of its activations too, which is subtracted
-once per group, not per weight:
+Unpacking without conversions. An integer below 2^23, read as a float32, is a subnormal number: n * 2^-149. Arithmetic
+on those costs a GPU nothing extra. So a code is masked where it stands in its word, at bit `position`, and multiplied
+as code * 2^(position - 149) with an activation that was multiplied by 2^(96 - position) before: each product is
+code * x * 2^-53, exactly as rounded as code * x itself, and the power of two goes into the scale of the group. Codes
+above bit 22 need a shift first. Offsets and minima multiply the sum of a group's activations, which all rows share.
+In interpret mode, where a CPU would flush subnormal numbers, integers are converted instead.
 
-  sum_e (1 + c_e / m) x_e = sum_e x_e + (sum_e c_e x_e) / m,   one m per field
-
-Instructions a weight, with four rows of weights a program: 4 bits 0.5 shift + 1 LOP3 + 1 FMA; 5 and 6 bits
-1 + 2 + 1; 8 bits 1 + 1 + 1; 2 bits 0.25 + 1 + 1; 3 bits 0.5 + 2 + 1; to that 0.25 for the sums of activations, and
-0.2 (groups of 32) to 0.5 (groups of 16) for loads and scales. An SM issues 128 a cycle, so 132 of them at 1.7 GHz could
-unpack 28.7e12 / 3 weights/s of 4 bits, the content of 5.4 TB/s.
+Instructions a weight in compiled code (sm_90, four rows of weights a program, one of activations, 4096 inputs), all
+loads, sums and scales included: see `docs` of the benchmark scripts/bench_matmul.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -38,10 +37,10 @@ from llama_jax.errors import ArgumentError
 from llama_jax.quantization.packed import SUPER_BLOCK, PackedType, QuantizedTensor, dequantize_packed
 
 VECTOR_ROWS = 4  # most rows of activations for the vector kernel, where the tile kernel can take more
-VECTOR_ROWS_FLOAT32 = 16  # the same for float32 activations, which the tile kernel does not take
+VECTOR_ROWS_OTHER = 16  # the same for float32 and float16 activations, which the tile kernel does not take
 TILE_ROWS = 64  # most rows for the tile kernel
 BACKENDS = ("triton", "xla")
-_ONE = 0x3F800000  # the bits of 1.0
+_USABLE_BITS = 23  # of a subnormal number
 
 
 class Blocks(NamedTuple):
@@ -114,8 +113,8 @@ def reference(x: Array, weight: QuantizedTensor, dtype: DTypeLike | None = None)
 def _product(x: Array, weight: QuantizedTensor, dtype: DTypeLike, blocks: Blocks | None, interpret: bool) -> Array:
     """[B, in] to [B, out] on one device, by the number of rows."""
     n = x.shape[0]
-    tiles = x.dtype != jnp.float32
-    if 0 < n <= (VECTOR_ROWS if tiles else VECTOR_ROWS_FLOAT32):
+    tiles = x.dtype == jnp.bfloat16
+    if 0 < n <= (VECTOR_ROWS if tiles else VECTOR_ROWS_OTHER):
         return vector_product(x, weight, blocks, interpret).astype(dtype)
     if tiles and 0 < n <= TILE_ROWS:
         return tile_product(x, weight, blocks, interpret).astype(dtype)
@@ -143,9 +142,23 @@ def _sharded(product: Any, x: Array, weight: QuantizedTensor) -> Array:
     return result.astype(product.keywords["dtype"])
 
 
-def _by_group(x: Array, t: PackedType) -> Array:
-    """[B, in] -> [B, group, G]: neighbours are the same value of neighbouring groups, as in the packed words."""
-    return x.reshape(x.shape[0], -1, t.group).swapaxes(1, 2)
+def _position(t: PackedType, byte: int, field: int) -> int:
+    """The bit at which `_fields` leaves the code of a field of a byte (0 to 3) of a word."""
+    if t.high_bits:
+        return 8 * byte if byte < 3 else 0
+    start = 8 * byte + t.bits * field
+    return start if start + t.bits <= _USABLE_BITS else start - (32 - _USABLE_BITS)
+
+
+def _by_group(x: Array, t: PackedType, exponent: int) -> Array:
+    """[B, in] -> [B, group, G]: neighbours are the same value of neighbouring groups, as in the packed words.
+
+    Times 2^(exponent - position) of the code that each will meet.
+    """
+    size = t.bytes_per_group
+    powers = [exponent - _position(t, value % size % 4, value // size) for value in range(t.group)]
+    grouped = x.reshape(x.shape[0], -1, t.group).swapaxes(1, 2)
+    return grouped * jnp.asarray([2.0**power for power in powers], x.dtype)[:, None]
 
 
 def _power_of_two(n: int) -> int:
@@ -154,8 +167,46 @@ def _power_of_two(n: int) -> int:
 
 
 def _shift(words: Array, places: int) -> Array:
-    """`words` shifted to the left, or for negative `places` to the right; the caller masks what comes in."""
-    return words << places if places >= 0 else words >> -places
+    """`words` shifted to the left, or for negative `places` to the right, filled with zeros."""
+    if places == 0:
+        return words
+    if places > 0:
+        return words << places
+    return lax.shift_right_logical(words, jnp.full(words.shape, -places, jnp.int32))
+
+
+def _repeat(byte: int) -> int:
+    return byte * 0x01010101
+
+
+def _fields(t: PackedType, word: Callable[[int], Array], high: Array | None) -> Iterator[tuple[int, int, Array]]:
+    """Yields (value of the group, position, code << position) for each value of a group.
+
+    Args:
+      word: gives the j-th word of each group, int32.
+      high: the high bits of each group, int32.
+    """
+    mask = (1 << t.bits + t.high_bits) - 1
+    if t.group * t.high_bits == 16:
+        assert high is not None
+        high = (high & 0x0F0F) | ((high & 0xF0F0) << 12)
+    for j in range(t.words):
+        words = word(j)
+        later = _shift(words, _USABLE_BITS - 32)
+        for i in range(t.fields):
+            codes = words
+            if high is not None:
+                upper = _shift(high, t.bits - t.high_bits * (j * t.fields + i)) & _repeat(mask >> t.bits << t.bits)
+                codes = (_shift(words, -t.bits * i) & _repeat((1 << t.bits) - 1)) | upper
+            for c in range(4):
+                position = _position(t, c, i)
+                if t.high_bits and c == 3:
+                    bits = _shift(codes, -24)
+                elif t.high_bits or position == 8 * c + t.bits * i:
+                    bits = codes & (mask << position)
+                else:
+                    bits = later & (mask << position)
+                yield 4 * j + c + t.bytes_per_group * i, position, bits
 
 
 def _operands(weight: QuantizedTensor) -> list[Array]:
@@ -163,29 +214,34 @@ def _operands(weight: QuantizedTensor) -> list[Array]:
 
 
 class _Tile:
-    """The groups [R, C] of rows and columns that a program works on, in a kernel.
+    """Groups of one row or several that a program works on, in a kernel: [C], or [R, C] where `rows` is not None.
 
     Loads are masked where the weight does not fill the tile; masked scales and activations are zero.
     """
 
-    def __init__(self, t: PackedType, refs: Any, row: Any, rows: int, column: Any, columns: int) -> None:
-        self.t = t
+    def __init__(
+        self, t: PackedType, refs: Any, row: Any, rows: int | None, column: Any, columns: int, interpret: bool
+    ) -> None:
+        self.t, self.interpret = t, interpret
         arrays = list(refs)
         self.codes = arrays.pop(0)
         self.high: Any = arrays.pop(0) if t.high_bits else None
         self.scales = arrays.pop(0)
         self.supers: Any = arrays.pop(0) if t.supers else None
         n_rows, _, n_groups = self.codes.shape
-        self.rows, self.columns = pl.ds(row, rows), pl.ds(column, columns)
-        self.row_ids = row + jnp.arange(rows, dtype=jnp.int32)
-        self.column_ids = column + jnp.arange(columns, dtype=jnp.int32)
-        self.shape = (rows, columns)
-        self.column_mask = self.column_ids < n_groups if n_groups % columns else None
-        self.mask = None
-        if n_rows % rows:
-            self.mask = jnp.broadcast_to((self.row_ids < n_rows)[:, None], self.shape)
+        self.columns = pl.ds(column, columns)
+        column_ids = column + jnp.arange(columns, dtype=jnp.int32)
+        self.column_mask = column_ids < n_groups if n_groups % columns else None
+        if rows is None:
+            self.rows, row_ids, self.shape = row, row, (columns,)
+        else:
+            self.rows, self.shape = pl.ds(row, rows), (rows, columns)
+            row_ids = (row + jnp.arange(rows, dtype=jnp.int32))[:, None]
+        self.row_ids = jnp.broadcast_to(row_ids, self.shape)
+        self.super_ids = jnp.broadcast_to(column_ids // (SUPER_BLOCK // t.group), self.shape)
+        self.mask = None if n_rows % (rows or 1) == 0 else self.row_ids < n_rows
         if self.column_mask is not None:
-            inside = jnp.broadcast_to(self.column_mask[None], self.shape)
+            inside = jnp.broadcast_to(self.column_mask, self.shape)
             self.mask = inside if self.mask is None else self.mask & inside
 
     def _load(self, ref: Any, index: int, zero: bool = False) -> Array:
@@ -193,109 +249,111 @@ class _Tile:
         return plgpu.load(ref.at[self.rows, np.int32(index), self.columns], mask=self.mask, other=other)
 
     def _load_super(self, index: int) -> Array:
-        groups = SUPER_BLOCK // self.t.group
-        rows = jnp.broadcast_to(self.row_ids[:, None], self.shape)
-        columns = jnp.broadcast_to((self.column_ids // groups)[None], self.shape)
         other = None if self.mask is None else jnp.zeros((), self.supers.dtype)
-        return plgpu.load(self.supers.at[rows, np.int32(index), columns], mask=self.mask, other=other).astype(
-            jnp.float32
-        )
+        at = self.supers.at[self.row_ids, jnp.full(self.shape, index, jnp.int32), self.super_ids]
+        return plgpu.load(at, mask=self.mask, other=other).astype(jnp.float32)
 
-    def scale_and_minimum(self) -> tuple[Array, Array | None]:
-        """Float32 [R, C] each; the minimum is what is added to a value, None where nothing is."""
+    def scale_and_shift(self) -> tuple[Array, Array | None]:
+        """Float32, value = scale * code + shift: the shift stands for offset or minimum, None where there is none."""
         t = self.t
         first = self._load(self.scales, 0, zero=True)
         second = self._load(self.scales, 1, zero=True) if t.scales == 2 else None
         if not t.supers:
-            return first.astype(jnp.float32), None if second is None else second.astype(jnp.float32)
-        integers = first.astype(jnp.int32)
-        if t.supers == 1:
-            return self._load_super(0) * integers.astype(jnp.float32), None
-        minima = ((integers >> 4) & 15) if second is None else second.astype(jnp.int32)
-        scales = (integers & 15) if second is None else integers
-        scale = self._load_super(0) * scales.astype(jnp.float32)
-        return scale, -(self._load_super(1) * minima.astype(jnp.float32))
+            scale = first.astype(jnp.float32)
+            minimum = None if second is None else second.astype(jnp.float32)
+        else:
+            integers = first.astype(jnp.int32)
+            minima = ((integers >> 4) & 15) if second is None else second.astype(jnp.int32)
+            if t.has_minimum and second is None:
+                integers &= 15
+            scale = self._load_super(0) * integers.astype(jnp.float32)
+            minimum = -(self._load_super(1) * minima.astype(jnp.float32)) if t.has_minimum else None
+        return scale, minimum if minimum is not None or not t.offset else scale * -float(t.offset)
 
-    def fields(self) -> Any:
-        """Yields (value of the group, field i, float32 [R, C] of 1 + code / `multiplier(t, i)`), all of a group."""
-        t = self.t
+    def fields(self) -> Iterator[tuple[int, int, Array]]:
+        """Yields (value of the group, position, float32 of code * 2^(position - `_unit`)) for each value of a group."""
         high = None if self.high is None else self._load(self.high, 0).astype(jnp.int32)
-        words: Any = None
-        lowest = 15 - t.high_bits  # the bit that the lowest field of a byte is shifted to
-        for u in range(t.bytes_per_group):
-            word, byte = divmod(u, 4)
-            if byte == 0:
-                words = self._load(self.codes, word)
-            shifted = _shift(words, lowest - 8 * byte)
-            shifted_high = None if high is None else _shift(high, lowest + t.bits - t.high_position(u))
-            for i in range(t.fields):
-                position = lowest + t.bits * i
-                bits = (shifted & (((1 << t.bits) - 1) << position)) | _ONE
-                if shifted_high is not None:
-                    bits |= shifted_high & (((1 << t.high_bits) - 1) << (position + t.bits))
-                yield u + t.bytes_per_group * i, i, lax.bitcast_convert_type(bits, jnp.float32)
+        for value, position, bits in _fields(self.t, lambda j: self._load(self.codes, j), high):
+            if self.interpret:
+                yield value, position, bits.astype(jnp.float32)
+            else:
+                yield value, position, lax.bitcast_convert_type(bits, jnp.float32)
 
     def activations(self, x_ref: Any, row: Any, value: int) -> Array:
         """One value of each group of x [B, group, G]; zero past the end. [C], or [B', C] for a slice of rows."""
         index = x_ref.at[np.int32(row) if isinstance(row, int) else row, np.int32(value), self.columns]
         if self.column_mask is None:
             return plgpu.load(index)
-        shape = (self.shape[1],) if isinstance(row, int) else (row.size, self.shape[1])
-        mask = jnp.broadcast_to(self.column_mask, shape)
+        columns = self.shape[-1]
+        mask = jnp.broadcast_to(self.column_mask, (columns,) if isinstance(row, int) else (row.size, columns))
         return plgpu.load(index, mask=mask, other=jnp.zeros((), x_ref.dtype))
 
 
-def multiplier(t: PackedType, field: int) -> float:
-    """By what a code of this field of a byte is divided where it stands in a mantissa."""
-    return 2.0 ** (8 + t.high_bits - t.bits * field)
+def _unit(interpret: bool) -> int:
+    """A masked integer n stands for n * 2^-unit."""
+    return 0 if interpret else 149
 
 
-def _vector_kernel(x_ref: Any, *refs: Any, t: PackedType, blocks: Blocks) -> None:
+def _lift(interpret: bool) -> int:
+    """The power of two that keeps products with subnormal numbers in the normal range."""
+    return 0 if interpret else 96
+
+
+def _vector_kernel(x_ref: Any, *refs: Any, t: PackedType, blocks: Blocks, interpret: bool) -> None:
     """Rows `blocks.rows * program_id` and on, for all rows of activations."""
     *weight_refs, out_ref = refs
     n_x = x_ref.shape[0]
     n_rows, _, n_groups = weight_refs[0].shape
-    row = pl.program_id(0) * blocks.rows
-    shape = (blocks.rows, blocks.groups)
+    first_row = pl.program_id(0) * blocks.rows
+    # Tiles have one axis: then all arrays are spread over the threads alike, four groups each, and none has to move.
+    zeros = jnp.zeros(blocks.groups, jnp.float32)
 
-    def step(index: Any, sums: tuple[Array, ...]) -> tuple[Array, ...]:
-        tile = _Tile(t, weight_refs, row, blocks.rows, index * blocks.groups, blocks.groups)
-        products = [[jnp.zeros(shape, jnp.float32)] * t.fields for _ in range(n_x)]
-        ones = [[jnp.zeros(shape[1:], jnp.float32)] * t.fields for _ in range(n_x)]
-        for value, i, unpacked in tile.fields():
+    def step(index: Any, sums: list[list[Array]]) -> list[list[Array]]:
+        column = index * blocks.groups
+        tiles = [
+            _Tile(t, weight_refs, jnp.minimum(first_row + r, n_rows - 1), None, column, blocks.groups, interpret)
+            for r in range(blocks.rows)
+        ]
+        products = [[zeros] * n_x for _ in tiles]
+        totals = [zeros] * n_x  # of the activations of each group, times 2^lift
+        for fields in zip(*(tile.fields() for tile in tiles), strict=True):
+            value, position, _ = fields[0]
             for b in range(n_x):
-                x = tile.activations(x_ref, b, value)
-                products[b][i] += unpacked * x[None]
-                ones[b][i] += x
-        scale, minimum = tile.scale_and_minimum()
+                x = tiles[0].activations(x_ref, b, value)
+                totals[b] += x * 2.0**position
+                for r, (_, _, code) in enumerate(fields):
+                    products[r][b] += code * x
+        totals = [total * 2.0 ** -_lift(interpret) for total in totals]
         new = []
-        for b in range(n_x):
-            total = sum(ones[b][1:], start=ones[b][0])  # of the activations of each group
-            inner = sum((products[b][i] - ones[b][i][None]) * multiplier(t, i) for i in range(t.fields))
-            if t.offset:
-                inner -= (total * float(t.offset))[None]
-            result = sums[b] + scale * inner
-            new.append(result if minimum is None else result + minimum * total[None])
-        return tuple(new)
+        for tile, product, old in zip(tiles, products, sums, strict=True):
+            scale, shift = tile.scale_and_shift()
+            scale *= 2.0 ** (_unit(interpret) - _lift(interpret))
+            row = [old[b] + scale * product[b] for b in range(n_x)]
+            new.append(row if shift is None else [row[b] + shift * totals[b] for b in range(n_x)])
+        return new
 
     steps = pl.cdiv(n_groups, blocks.groups)
-    sums = tuple(jnp.zeros(shape, jnp.float32) for _ in range(n_x))
+    sums = [[zeros] * n_x for _ in range(blocks.rows)]
     sums = step(0, sums) if steps == 1 else lax.fori_loop(0, steps, step, sums)
-    mask = row + jnp.arange(blocks.rows, dtype=jnp.int32) < n_rows if n_rows % blocks.rows else None
+    ids = jnp.arange(blocks.rows, dtype=jnp.int32)
+    mask = first_row + ids < n_rows if n_rows % blocks.rows else None
     for b in range(n_x):
-        plgpu.store(out_ref.at[np.int32(b), pl.ds(row, blocks.rows)], jnp.sum(sums[b], axis=1), mask=mask)
+        result = jnp.zeros(blocks.rows, jnp.float32)
+        for r in range(blocks.rows):
+            result = jnp.where(ids == r, jnp.sum(sums[r][b]), result)
+        plgpu.store(out_ref.at[np.int32(b), pl.ds(first_row, blocks.rows)], result, mask=mask)
 
 
 def vector_blocks(t: PackedType, n_x: int, groups: int) -> Blocks:
     """Blocks of the vector kernel for `n_x` rows of activations and `groups` groups along `in`.
 
-    A program spans all of `in` up to 512 groups, its threads side by side, so that each reuses the activations of its
-    groups for all rows of the program. Registers limit rows times groups a thread times rows of activations.
+    The threads of a program stand side by side along `in`, and each uses the activations of its groups for all rows of
+    the program. Registers limit rows times groups a thread times rows of activations.
     """
     del t
-    columns = min(512, _power_of_two(groups))
     rows, per_thread = {1: (4, 4), 2: (4, 2), 3: (2, 2), 4: (2, 2)}.get(n_x, (2, 1))
-    return Blocks(rows, columns, max(1, min(8, columns // (32 * per_thread))))
+    columns = min(128, _power_of_two(groups))
+    return Blocks(rows, columns, max(1, columns // (32 * per_thread)))
 
 
 def vector_product(x: Array, weight: QuantizedTensor, blocks: Blocks | None = None, interpret: bool = False) -> Array:
@@ -303,35 +361,35 @@ def vector_product(x: Array, weight: QuantizedTensor, blocks: Blocks | None = No
     t = weight.type
     out = weight.shape[0]
     blocks = blocks or vector_blocks(t, x.shape[0], weight.codes.shape[2])
-    grouped = _by_group(x.astype(jnp.float32), t)
     return pl.pallas_call(
-        functools.partial(_vector_kernel, t=t, blocks=blocks),
+        functools.partial(_vector_kernel, t=t, blocks=blocks, interpret=interpret),
         out_shape=jax.ShapeDtypeStruct((x.shape[0], out), jnp.float32),
         grid=(pl.cdiv(out, blocks.rows),),
         compiler_params=plgpu.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
         interpret=interpret,
         name=f"vector_{t.name.lower()}",
-    )(grouped, *_operands(weight))
+    )(_by_group(x.astype(jnp.float32), t, _lift(interpret)), *_operands(weight))
 
 
-def _tile_kernel(x_ref: Any, *refs: Any, t: PackedType, blocks: Blocks, n_x: int) -> None:
-    """Rows `blocks.rows * program_id` and on, for `n_x` rows of activations, a power of two."""
+def _tile_kernel(x_ref: Any, *refs: Any, t: PackedType, blocks: Blocks, interpret: bool) -> None:
+    """Rows `blocks.rows * program_id` and on, for all rows of activations, a power of two of them."""
     *weight_refs, out_ref = refs
+    n_x = x_ref.shape[0]
     n_rows, _, n_groups = weight_refs[0].shape
     row = pl.program_id(0) * blocks.rows
+    exponent = _lift(interpret) - _unit(interpret)
 
     def step(index: Any, sums: Array) -> Array:
-        tile = _Tile(t, weight_refs, row, blocks.rows, index * blocks.groups, blocks.groups)
-        scale, minimum = tile.scale_and_minimum()
-        # value = scale * m * unpacked + (minimum - scale * (m + offset)), one m per field
-        factors = [scale * multiplier(t, i) for i in range(t.fields)]
-        shifts = [-scale * (multiplier(t, i) + t.offset) for i in range(t.fields)]
-        if minimum is not None:
-            shifts = [shift + minimum for shift in shifts]
-        for value, i, unpacked in tile.fields():
-            values = (unpacked * factors[i] + shifts[i]).astype(x_ref.dtype)
+        tile = _Tile(t, weight_refs, row, blocks.rows, index * blocks.groups, blocks.groups, interpret)
+        scale, shift = tile.scale_and_shift()
+        scale *= 2.0 ** _lift(interpret)
+        for value, position, code in tile.fields():
+            # The value times 2^(position + exponent), which the activations make up for.
+            values = code * scale
+            if shift is not None:
+                values += shift * 2.0 ** (position + exponent)
             x = tile.activations(x_ref, pl.ds(0, n_x), value)
-            sums += jnp.dot(values, x.T, preferred_element_type=jnp.float32)
+            sums += jnp.dot(values.astype(x.dtype), x.T, preferred_element_type=jnp.float32)
         return sums
 
     sums = lax.fori_loop(0, pl.cdiv(n_groups, blocks.groups), step, jnp.zeros((blocks.rows, n_x), jnp.float32))
@@ -343,21 +401,21 @@ def _tile_kernel(x_ref: Any, *refs: Any, t: PackedType, blocks: Blocks, n_x: int
 
 
 def tile_product(x: Array, weight: QuantizedTensor, blocks: Blocks | None = None, interpret: bool = False) -> Array:
-    """[B, in] times packed [out, in] for B up to 64, on the tensor cores: [B, out] float32.
+    """[B, in] bfloat16 times packed [out, in] for B up to 64, on the tensor cores: [B, out] float32.
 
-    Values are rounded to x's dtype, bfloat16 or float16, and summed in float32. Rows of x are padded to a power of two.
+    Values of the weight are rounded to bfloat16 and products summed in float32. Rows of x are padded to a power of two.
     """
     t = weight.type
     out = weight.shape[0]
     n_x = max(16, _power_of_two(x.shape[0]))
-    blocks = blocks or Blocks(rows=64, groups=32, warps=4, stages=2)
-    grouped = _by_group(jnp.pad(x, ((0, n_x - x.shape[0]), (0, 0))), t)
+    blocks = blocks or Blocks(rows=64, groups=32, warps=4)
+    padded = jnp.pad(x, ((0, n_x - x.shape[0]), (0, 0)))
     result = pl.pallas_call(
-        functools.partial(_tile_kernel, t=t, blocks=blocks, n_x=n_x),
+        functools.partial(_tile_kernel, t=t, blocks=blocks, interpret=interpret),
         out_shape=jax.ShapeDtypeStruct((out, n_x), jnp.float32),
         grid=(pl.cdiv(out, blocks.rows),),
         compiler_params=plgpu.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
         interpret=interpret,
         name=f"tile_{t.name.lower()}",
-    )(grouped, *_operands(weight))
+    )(_by_group(padded, t, _unit(interpret) - _lift(interpret)), *_operands(weight))
     return result[:, : x.shape[0]].T

@@ -10,10 +10,10 @@ its scale, its minimum) has the same index:
   supers  float16 [out, S', in / 256]  multiplies them: scale (and minimum) of 256 values; None where scales are float16
 
 Order of bits. A group's words are U bytes; with `bits` low bits a code, a byte holds F = 8 / bits fields, and field i
-of byte u belongs to value u + U * i of the group. Of each value that has them, the high bits stand in the same spacing
-in `high`, so that one shift of a word brings all fields of a byte to where they can be masked into the mantissa of a
-float, and one shift of `high` brings their high bits there too (see `llama_jax.kernels.quantized_matmul`). Words are
-little-endian. Codes of eight bits are kept unsigned (128 added).
+of byte u belongs to value u + U * i of the group. Field i of the four bytes of a word has its high bits in the same
+four bytes of `high`, so that two shifts and two AND-ORs give four whole codes, one a byte; a `high` of 16 bits keeps
+those of bytes 2 and 3 in the upper nibbles of bytes 0 and 1. Words are little-endian. Codes of eight bits are kept
+unsigned (128 added).
 
   value = scale * (code - offset) [+ minimum];  of K types scale = super * integer and minimum = -super_min * integer
 
@@ -101,10 +101,12 @@ class PackedType:
     def has_minimum(self) -> bool:
         return self.scales == 2 or self.supers == 2
 
-    def high_position(self, u: int) -> int:
-        """Where in `high` the bits of field 0 of byte u begin; those of field i stand `bits * i` further up."""
-        interleaved = self.bits // self.high_bits
-        return 8 * (u // interleaved) + self.high_bits * (u % interleaved)
+    def high_position(self, word: int, byte: int, field: int) -> int:
+        """The lowest of the bits in `high` that belong to a field of a byte (0 to 3) of a word."""
+        slot = self.high_bits * (word * self.fields + field)
+        if self.group * self.high_bits == 16:
+            return 8 * (byte % 2) + 4 * (byte // 2) + slot
+        return 8 * byte + slot
 
 
 @struct.dataclass
@@ -194,7 +196,9 @@ def group_codes(weight: QuantizedTensor) -> Array:
     words = jnp.repeat(jnp.asarray(weight.codes).swapaxes(1, 2)[:, :, None], 4, axis=3)
     codes = (words >> jnp.asarray(8 * (u % 4) + t.bits * i)) & ((1 << t.bits) - 1)
     if t.high_bits:
-        positions = np.array([t.high_position(byte) for byte in range(t.bytes_per_group)], np.int32) + t.bits * i
+        positions = np.array(
+            [[t.high_position(*divmod(u, 4), i) for u in range(t.bytes_per_group)] for i in range(t.fields)], np.int32
+        )
         high = jnp.asarray(weight.high).astype(jnp.int32).swapaxes(1, 2)[..., None]  # [out, G, 1, 1]
         codes |= ((high >> jnp.asarray(positions)) & ((1 << t.high_bits) - 1)) << t.bits
     return codes.reshape(out, columns)
@@ -249,15 +253,12 @@ def _words(codes: np.ndarray, t: PackedType) -> tuple[np.ndarray, np.ndarray | N
     words = np.ascontiguousarray(low).view("<i4").T
     if not t.high_bits:
         return words, None
-    interleaved = t.bits // t.high_bits
-    upper = codes >> np.uint8(t.bits)
-    merged = upper[:, 0].copy()
-    for i in range(1, fields):
-        merged |= upper[:, i] << np.uint8(t.bits * i)
-    merged = merged.reshape(len(merged), -1, interleaved)
-    high = merged[:, :, 0].copy()
-    for slot in range(1, interleaved):
-        high |= merged[:, :, slot] << np.uint8(t.high_bits * slot)
+    upper = (codes >> np.uint8(t.bits)).reshape(-1, fields, t.words, 4)
+    high = upper[:, 0, 0].copy()
+    for slot in range(1, fields * t.words):
+        high |= upper[:, slot % fields, slot // fields] << np.uint8(t.high_bits * slot)
+    if t.group * t.high_bits == 16:
+        high = high[:, :2] | (high[:, 2:] << np.uint8(4))
     return words, high.view(_high_dtype(t).newbyteorder("<")).reshape(-1)
 
 
