@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import operator
 import os
 from collections import deque
@@ -13,14 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from jax import Array
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ArgumentError
 from llama_jax.model import Params
-from llama_jax.placement import Place, default_dtype, place_params
+from llama_jax.placement import Place, default_dtype, default_packed, place_params
 from llama_jax.sampling import SamplingParams, sampling_params
 from llama_jax.session import Session, Timings, check_prompt
 from llama_jax.text.chat import encode_chat
@@ -57,6 +55,7 @@ def load(
     n_ctx: int | None = None,
     n_batch: int = 512,
     mesh: Mesh | None = None,
+    packed: bool | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Llama:
     """Loads a model with its tokenizer.
@@ -69,6 +68,8 @@ def load(
         0 is the model's own.
       n_batch: most prompt tokens in one run of the model.
       mesh: devices to divide the model over, from `llama_jax.tensor_mesh`; None is the default device.
+      packed: keep quantized weights as small as in the file, and unpack them as they are multiplied. None does so on a
+        GPU; a CPU is faster with unpacked float32 weights, if they fit.
       progress: called with (bytes placed, bytes in all) after each weight.
 
     Raises:
@@ -76,8 +77,7 @@ def load(
       ArgumentError: an argument is out of range or the path does not exist.
     """
     from llama_jax.formats.hub import resolve_path
-    from llama_jax.formats.load import load_params, open_model
-    from llama_jax.formats.names import is_norm, parameter_shapes
+    from llama_jax.formats.load import load_params, loaded_bytes, open_model
 
     _check_limits(n_ctx, n_batch)
     try:
@@ -87,21 +87,20 @@ def load(
     with open_model(resolve_path(path) if path is not None else shipped_model()) as file:
         tokenizer = file.tokenizer()
         place = place_params(file.config, mesh)
+        packed = default_packed() if packed is None else packed
         if progress is not None:
-            shapes = parameter_shapes(file.config).items()
-            total = sum(math.prod(shape) * (4 if is_norm(name) else dtype.itemsize) for name, shape in shapes)
-            place = _with_progress(place, total, progress)
-        params = load_params(file, dtype, place)
+            place = _with_progress(place, loaded_bytes(file, dtype, packed), progress)
+        params = load_params(file, dtype, place, packed=packed)
         return Llama(file.config, params, tokenizer, n_ctx=n_ctx, n_batch=n_batch, mesh=mesh)
 
 
 def _with_progress(place: Place, total: int, progress: Callable[[int, int], None]) -> Place:
     done = 0
 
-    def place_and_tell(path: str, array: np.ndarray) -> Array:
+    def place_and_tell(path: str, weight: Any) -> Any:
         nonlocal done
-        placed = place(path, array)
-        done += array.nbytes
+        placed = place(path, weight)
+        done += weight.nbytes
         progress(done, total)
         return placed
 
