@@ -1,6 +1,6 @@
 """Decode speed of a model shape with random weights: tokens/s, bytes/s and the share of the memory's limit.
 
-    python scripts/bench_decode.py --shape llama-3-8b --batch 1 8 --context 2048
+    python scripts/bench_decode.py --shape llama-3-8b --weights dense Q8_0 Q4_K_M --batch 1 8 --context 2048
 
 Every sequence starts with the cache filled to `--context` minus the steps that are timed. The last line is JSON.
 """
@@ -8,6 +8,7 @@ Every sequence starts with the cache filled to `--context` minus the steps that 
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
 from dataclasses import replace
 from typing import Any
@@ -15,12 +16,12 @@ from typing import Any
 import benchmark
 import jax
 import jax.numpy as jnp
+from random_model import QUANTIZATIONS, random_params
 
-from llama_jax import PRESETS, init_cache, init_params, sampling_params, start_decoding
+from llama_jax import PRESETS, init_cache, sampling_params, start_decoding
 from llama_jax.config import LlamaConfig
 from llama_jax.generate import decode
 from llama_jax.model import Params
-from llama_jax.placement import default_dtype
 from llama_jax.roofline import decode_bytes, peak_bandwidth
 
 STEPS = 32
@@ -68,26 +69,29 @@ def bench(params: Params, config: LlamaConfig, batch: int, context: int, repeats
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=PRESETS, default="llama-3-8b")
+    parser.add_argument(
+        "--weights", nargs="+", choices=("dense", *QUANTIZATIONS), default=["dense"], help="dense or a packed type"
+    )
     parser.add_argument("--batch", type=int, nargs="+", default=[1])
     parser.add_argument("--context", type=int, nargs="+", default=[2048])
     parser.add_argument("--repeats", type=int, default=7)
     arguments = parser.parse_args()
     config = PRESETS[arguments.shape]
-    params = init_params(jax.random.key(0), config, default_dtype())
-    jax.block_until_ready(params)
-    results = []
-    for batch in arguments.batch:
-        for context in arguments.context:
-            line = dict(shape=arguments.shape) | bench(params, config, batch, context, arguments.repeats)
-            results.append(line)
-            share = (
-                f"{100 * line['share_of_limit']:.0f} % of the limit" if line["share_of_limit"] else "limit not known"
-            )
-            peak = f", peak memory {line['peak_bytes'] / 1e9:.2f} GB" if line["peak_bytes"] else ""
-            print(
-                f"{arguments.shape} {line['dtype']}, {batch} x {context}: {line['tokens_per_second']:.1f} tok/s, "
-                f"{line['milliseconds']:.3f} ms a step, {line['gb_per_second']:.0f} GB/s, {share}{peak}"
-            )
+    results: list[dict[str, Any]] = []
+    params = None
+    for weights, batch, context in itertools.product(arguments.weights, arguments.batch, arguments.context):
+        if params is None or results[-1]["weights"] != weights:
+            params = None  # gives the memory back first
+            params = jax.block_until_ready(random_params(config, None if weights == "dense" else weights))
+        line = dict(shape=arguments.shape, weights=weights) | bench(params, config, batch, context, arguments.repeats)
+        results.append(line)
+        share = f"{100 * line['share_of_limit']:.0f} % of the limit" if line["share_of_limit"] else "limit not known"
+        peak = f", peak memory {line['peak_bytes'] / 1e9:.2f} GB" if line["peak_bytes"] else ""
+        print(
+            f"{arguments.shape} {weights} {line['dtype']}, {batch} x {context}: {line['tokens_per_second']:.1f} tok/s, "
+            f"{line['milliseconds']:.3f} ms a step, {line['gb_per_second']:.0f} GB/s, {share}{peak}",
+            flush=True,
+        )
     benchmark.report("decode", results)
 
 

@@ -21,9 +21,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from random_model import random_packed
 
 from llama_jax.kernels.quantized_matmul import VECTOR_ROWS, Blocks, default_backend, quantized_matmul
-from llama_jax.quantization import PACKED_TYPES, QuantizedTensor, pack, row_bytes
+from llama_jax.quantization import PACKED_TYPES, row_bytes
 from llama_jax.roofline import peak_bandwidth
 
 SHAPES = [(4096, 28672), (14336, 4096), (4096, 6144), (4096, 128256)]  # in x out
@@ -31,18 +32,6 @@ DENSE = {"bf16-einsum": "bi,oi->bo", "bf16-reduce": None}
 VECTOR_SWEEP = ((1, 2, 4, 8), (32, 64, 128, 256, 512), (1, 2, 4), (1,))  # rows, groups, warps, stages
 TILE_SWEEP = ((64, 128), (8, 16, 32), (4, 8), (1, 2))
 CACHE_BYTES = 200e6
-
-
-def random_packed(name: str, shape: tuple[int, int], seed: int) -> QuantizedTensor:
-    """A packed weight of random bytes on the device; rows repeat after 1024, which no kernel can notice."""
-    out, columns = shape
-    rng = np.random.default_rng(seed)
-    some = pack(rng.integers(0, 256, 1024 * row_bytes(name, columns), np.uint8), name, (1024, columns), jnp.bfloat16)
-    # Scales of random bytes may be infinite; ordinary ones do not slow anything down or speed it up.
-    floats = "supers" if some.supers is not None else "scales"
-    ordinary = np.full_like(getattr(some, floats), 2.0**-12)
-    some = some.replace(**{floats: ordinary})  # type: ignore[attr-defined]
-    return jax.tree.map(lambda part: jnp.resize(jnp.asarray(part), (out, *part.shape[1:])), some)
 
 
 def dense_product(kind: str, x: Array, weight: Array) -> Array:

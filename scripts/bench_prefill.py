@@ -15,12 +15,12 @@ from typing import Any
 import benchmark
 import jax
 import jax.numpy as jnp
+from random_model import QUANTIZATIONS, random_params
 
-from llama_jax import PRESETS, init_cache, init_params
+from llama_jax import PRESETS, init_cache
 from llama_jax.config import LlamaConfig
 from llama_jax.generate import prefill
 from llama_jax.model import Params
-from llama_jax.placement import default_dtype
 from llama_jax.roofline import peak_operations
 
 
@@ -70,21 +70,23 @@ def bench(params: Params, config: LlamaConfig, tokens: int, chunk: int, repeats:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=PRESETS, default="llama-3-8b")
+    parser.add_argument("--weights", choices=("dense", *QUANTIZATIONS), default="dense", help="dense or a packed type")
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048])
     parser.add_argument("--chunk", type=int, default=2048)
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
     config = PRESETS[arguments.shape]
-    params = init_params(jax.random.key(0), config, default_dtype())
-    jax.block_until_ready(params)
+    params = jax.block_until_ready(random_params(config, None if arguments.weights == "dense" else arguments.weights))
     results = []
     for tokens in arguments.tokens:
         chunk = min(arguments.chunk, tokens)
-        line = dict(shape=arguments.shape) | bench(params, config, tokens, chunk, arguments.repeats)
+        line = dict(shape=arguments.shape, weights=arguments.weights) | bench(
+            params, config, tokens, chunk, arguments.repeats
+        )
         results.append(line)
         share = f", {100 * line['share_of_limit']:.0f} % of the limit" if line["share_of_limit"] else ""
         print(
-            f"{arguments.shape} {line['dtype']}, {tokens} tokens in chunks of {chunk}: "
+            f"{arguments.shape} {arguments.weights} {line['dtype']}, {tokens} tokens in chunks of {chunk}: "
             f"{line['tokens_per_second']:.0f} tok/s, {line['tflop_per_second']:.0f} TFLOP/s{share}"
         )
     benchmark.report("prefill", results)
