@@ -64,7 +64,7 @@ def bench(kind: str, shape: tuple[int, int], rows: int, arguments: argparse.Name
     packed = kind in PACKED_TYPES
     out, columns = shape
     size = out * row_bytes(kind if packed else "BF16", columns)
-    n = max(2, int(np.ceil(CACHE_BYTES / size)))
+    n = min(32, max(2, int(np.ceil(CACHE_BYTES / size))))
     if packed:
         weights = [random_packed(kind, shape, seed) for seed in range(n)]
     else:

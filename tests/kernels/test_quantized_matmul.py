@@ -52,7 +52,7 @@ def test_vector_kernel(name):
     assert_close(actual, expected, size, FLOAT32)
 
 
-@pytest.mark.parametrize("name", ["Q4_1", "Q6_K", "Q3_K"])  # what it unpacks with is the vector kernel's, too
+@pytest.mark.parametrize("name", ["Q6_K", "Q2_K"])  # what it unpacks with is the vector kernel's, too
 def test_tile_kernel(name):
     x, weight, expected, size = case(name, 70, 768, 5, jnp.bfloat16)
     actual = jax.jit(functools.partial(tile_product, interpret=True))(x, weight)
@@ -72,7 +72,7 @@ def test_tile_kernel(name):
     ],
 )
 def test_any_number_of_rows(rows, dtype):
-    x, weight, expected, size = case("Q8_0", 33, 96, rows, jnp.dtype(dtype))
+    x, weight, expected, size = case("Q2_K", 33, 256, rows, jnp.dtype(dtype))
     actual = quantized_matmul(x[:, None], weight, jnp.float32, backend="triton", interpret=True)
     assert actual.shape == (rows, 1, 33)
     if rows:
@@ -81,9 +81,9 @@ def test_any_number_of_rows(rows, dtype):
     assert dense.dtype == jnp.dtype(dtype)
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(
-    st.sampled_from(["Q4_0", "Q8_0", "Q5_1", "Q2_K", "Q3_K"]),
+    st.sampled_from(["Q2_K", "Q3_K", "Q4_0"]),
     st.integers(1, 20),
     st.integers(1, 6),
     st.integers(1, 2),
