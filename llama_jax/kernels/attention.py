@@ -1,7 +1,7 @@
 """Attention with grouped heads: the plain operations that define it, and the choice between them and the kernels.
 
-Query i of row b stands at position `q_start[b] + i`, key j at position j. With `causal` a query sees the keys at its own
-position and before, at most `window` of them; without, all keys. `kv_lengths` and equal segment numbers narrow that
+Query i of row b stands at position `q_start[b] + i`, key j at position j. With `causal` a query sees the keys at its
+own position and before, at most `window` of them; without, all keys. `kv_lengths` and equal segment numbers narrow that
 further. A query that sees no key gets zeros.
 """
 

@@ -6,15 +6,15 @@ scores again from those, once per block of keys for dk and dv and once per block
 added up across programs. Tiles in which every query sees every key are computed without masks; tiles that no query sees
 are not read.
 
-Arrays keep the layouts of the model: q [B, T, H, E], k and v [B, K, S, E]. Widths that are no power of two are padded in
-registers only.
+Arrays keep the layouts of the model: q [B, T, H, E], k and v [B, K, S, E]. Widths that are no power of two are padded
+in registers only.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ from jax.experimental.pallas import triton as plgpu
 _LOWEST = -1e30  # where a running maximum starts; finite, so that differences of two are numbers
 _NO_WEIGHT = 1e30  # log-sum of a query that sees no key: every exp2(score - log-sum) becomes 0
 _LOG2_E = math.log2(math.e)
-_LEAST_BLOCK = 16  # rows of a matrix unit's operand
+_LEAST_BLOCK = 16  # of a matrix unit's operands, either way
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +49,10 @@ class Tiling:
     dq: Tiles
 
 
-# By padded head width and bytes per number. A block of a Hopper GPU has 227 KiB of shared memory: the operands that stay
-# (q; k and v; q and do) plus `n_stages` times those that pass by must fit. Worth trying for 16-bit numbers at width 128:
-# forward 128 x 64 and 128 x 128 with 4 or 8 warps and 2 to 4 stages, 64 x 64 with 4 warps; dkv 64 or 32 queries by 128
-# or 64 keys with 4 or 8 warps, 1 to 3 stages; dq 128 or 64 queries by 64 or 32 keys likewise.
+# By padded head width and bytes per number. A block of a Hopper GPU has 227 KiB of shared memory: the operands that
+# stay (q; k and v; q and do) plus `n_stages` times those that pass by must fit. Worth trying for 16-bit numbers at
+# width 128: forward 128 x 64 and 128 x 128 with 4 or 8 warps and 2 to 4 stages, 64 x 64 with 4 warps; dkv 64 or 32
+# queries by 128 or 64 keys with 4 or 8 warps, 1 to 3 stages; dq 128 or 64 queries by 64 or 32 keys likewise.
 _TILINGS = {
     (64, 2): Tiling(forward=Tiles(128, 64, 4, 3), dkv=Tiles(64, 128, 8, 2), dq=Tiles(128, 64, 8, 2)),
     (128, 2): Tiling(forward=Tiles(128, 64, 8, 3), dkv=Tiles(64, 128, 8, 2), dq=Tiles(128, 64, 8, 2)),
@@ -80,7 +80,7 @@ class _Options:
 def _load(ref: Any, rows: Array, limit: Array | int | None = None, head: Array | None = None) -> Array:
     """Rows [N, E padded] of a ref [.., E] or, with `head`, [.., G, E]; zeros from row `limit` on and beyond E."""
     E = ref.shape[-1]
-    columns = jnp.arange(pl.next_power_of_2(E))
+    columns = jnp.arange(max(_LEAST_BLOCK, pl.next_power_of_2(E)))
     shape = (rows.size, columns.size)
     mask = None if limit is None else jnp.broadcast_to((rows < limit)[:, None], shape)
     if columns.size != E:
@@ -101,22 +101,41 @@ def _dot(a: Array, b: Array) -> Array:
     return jnp.dot(a, b, preferred_element_type=jnp.float32, precision=precision)
 
 
-def _visible(
-    options: _Options, rows: Array, slots: Array, start: Array, limit: Array, segments: tuple[Array, Array] | None
-) -> Array:
-    """Which query rows see which key slots; `rows` and `slots` broadcast against each other, and so do `segments`."""
+def _exp2(x: Array, options: _Options) -> Array:
+    """2^x in one instruction; the exact one spends more on results below 1e-38, which count for nothing here."""
+    if options.interpret:
+        return jnp.exp2(x)
+    like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    asm = "ex2.approx.ftz.f32 $0, $1;"
+    return plgpu.elementwise_inline_asm(asm, args=[x], constraints="=f,f", pack=1, result_shape_dtypes=[like])[0]
+
+
+def _segments(refs: Sequence[Any], side: int, at: Array, limit: Array | int) -> Array | None:
+    """Segment numbers of queries (side 0) or keys (side 1), if there are segments."""
+    return plgpu.load(refs[side].at[at], mask=at < limit, other=-1) if refs else None
+
+
+def _hide(
+    scores: Array, q_axis: int, rows: Array, slots: Array, start: Array, limit: Array,
+    q_segments: Array | None, kv_segments: Array | None, options: _Options,
+) -> Array:  # fmt: skip
+    """The scores, whose `q_axis` belongs to query rows and the other to key slots, with -inf for what is not seen."""
+    k_axis = 1 - q_axis
+    rows, slots = jnp.expand_dims(rows, k_axis), jnp.expand_dims(slots, q_axis)
     visible = slots < limit
     if options.causal:
         distance = start + rows - slots
         visible = visible & (distance >= 0)
         if options.window is not None:
             visible = visible & (distance < options.window)
-    if segments is not None:
-        visible = visible & (segments[0] == segments[1])
-    return visible
+    if q_segments is not None and kv_segments is not None:
+        visible = visible & (jnp.expand_dims(q_segments, k_axis) == jnp.expand_dims(kv_segments, q_axis))
+    return jnp.where(visible, scores, -jnp.inf)
 
 
-def _walk(body: Callable[..., Any], carry: Any, bounds: tuple[Array, ...], segmented: bool, edges: tuple[bool, bool]):
+def _walk(
+    body: Callable[..., Any], carry: Any, bounds: tuple[Array | int, ...], segmented: bool, edges: tuple[bool, bool]
+):
     """`body(masked, i, carry)` for tiles first .. stop; those from full_first to full_stop need no mask.
 
     `edges` says whether there can be masked tiles before and behind the full ones.
@@ -136,7 +155,7 @@ def _walk(body: Callable[..., Any], carry: Any, bounds: tuple[Array, ...], segme
 
 
 def _key_tiles(options: _Options, tiles: Tiles, start: Array, i0: Array, T: int, length: Array):
-    """For queries from row i0: the bounds of the key tiles as `_walk` wants them, and the keys that any of them sees."""
+    """For queries from row i0: the bounds of the key tiles as `_walk` wants them, and where the keys seen end."""
     low, high = start + i0, start + jnp.minimum(i0 + tiles.block_q, T) - 1
     begin, full_begin, full_end, end = 0, 0, length, length
     if options.causal:
@@ -173,7 +192,7 @@ def _forward_kernel(start_ref, lengths_ref, q_ref, k_ref, v_ref, *refs, options:
     scale = E**-0.5 * _LOG2_E
     rows = i0 + jnp.arange(tiles.block_q)
     q = _load(q_ref, rows, T)
-    q_segments = _segments(segment_refs[0], rows, T)[:, None] if options.segmented else None
+    q_segments = _segments(segment_refs, 0, rows, T)
 
     def body(masked, j, carry):
         m, total, out = carry
@@ -181,14 +200,11 @@ def _forward_kernel(start_ref, lengths_ref, q_ref, k_ref, v_ref, *refs, options:
         limit = end if masked else None
         scores = _dot(q, _load(k_ref, slots, limit).astype(q.dtype).T)
         if masked:
-            segments = None
-            if q_segments is not None:
-                segments = (q_segments, _segments(segment_refs[1], slots, end)[None, :])
-            visible = _visible(options, rows[:, None], slots[None, :], start, end, segments)
-            scores = jnp.where(visible, scores, -jnp.inf)
+            kv_segments = _segments(segment_refs, 1, slots, end)
+            scores = _hide(scores, 0, rows, slots, start, end, q_segments, kv_segments, options)
         new_m = jnp.maximum(m, jnp.max(scores, axis=1))
-        shrink = jnp.exp2((m - new_m) * scale)
-        weights = jnp.exp2(scores * scale - (new_m * scale)[:, None])
+        shrink = _exp2((m - new_m) * scale, options)
+        weights = _exp2(scores * scale - (new_m * scale)[:, None], options)
         v = _load(v_ref, slots, limit).astype(q.dtype)
         out = out * shrink[:, None] + _dot(weights.astype(q.dtype), v)
         return new_m, total * shrink + jnp.sum(weights, axis=1), out
@@ -201,10 +217,6 @@ def _forward_kernel(start_ref, lengths_ref, q_ref, k_ref, v_ref, *refs, options:
     _store(out_ref, rows, T, out / total[:, None])
     lse = jnp.where(some, m * scale + jnp.log(total) * _LOG2_E, _NO_WEIGHT)
     plgpu.store(lse_ref.at[rows], lse, mask=rows < T)
-
-
-def _segments(ref: Any, at: Array, limit: Array | int) -> Array:
-    return plgpu.load(ref.at[at], mask=at < limit, other=-1)
 
 
 def _dkv_kernel(start_ref, lengths_ref, q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, *refs, options: _Options):
@@ -224,7 +236,7 @@ def _dkv_kernel(start_ref, lengths_ref, q_ref, k_ref, v_ref, do_ref, lse_ref, de
     scale = E**-0.5 * _LOG2_E
     slots = j0 + jnp.arange(tiles.block_k)
     k, v = (_load(ref, slots, limit).astype(q_ref.dtype) for ref in (k_ref, v_ref))
-    kv_segments = _segments(segment_refs[1], slots, limit)[:, None] if options.segmented else None
+    kv_segments = _segments(segment_refs, 1, slots, limit)
 
     def head(g, carry):
         def body(masked, i, carry):
@@ -234,13 +246,10 @@ def _dkv_kernel(start_ref, lengths_ref, q_ref, k_ref, v_ref, do_ref, lse_ref, de
             q = _load(q_ref, rows, T if masked else None, g)
             scores = _dot(k, q.T)
             if masked:
-                segments = None
-                if kv_segments is not None:
-                    segments = (_segments(segment_refs[0], rows, T)[None, :], kv_segments)
-                visible = _visible(options, rows[None, :], slots[:, None], start, limit, segments)
-                scores = jnp.where(visible, scores, -jnp.inf)
+                q_segments = _segments(segment_refs, 0, rows, T)
+                scores = _hide(scores, 1, rows, slots, start, limit, q_segments, kv_segments, options)
             lse = plgpu.load(lse_ref.at[g, rows], mask=mask, other=_NO_WEIGHT if masked else None)
-            weights = jnp.exp2(scores * scale - lse[None, :])
+            weights = _exp2(scores * scale - lse[None, :], options)
             do = _load(do_ref, rows, T if masked else None, g)
             dv = dv + _dot(weights.astype(do.dtype), do)
             delta = plgpu.load(delta_ref.at[g, rows], mask=mask, other=0.0 if masked else None)
@@ -269,7 +278,7 @@ def _dq_kernel(start_ref, lengths_ref, q_ref, k_ref, v_ref, do_ref, lse_ref, del
     q, do = _load(q_ref, rows, T), _load(do_ref, rows, T)
     lse = plgpu.load(lse_ref.at[rows], mask=rows < T, other=_NO_WEIGHT)
     delta = plgpu.load(delta_ref.at[rows], mask=rows < T, other=0.0)
-    q_segments = _segments(segment_refs[0], rows, T)[:, None] if options.segmented else None
+    q_segments = _segments(segment_refs, 0, rows, T)
 
     def body(masked, j, dq):
         slots = j * tiles.block_k + jnp.arange(tiles.block_k)
@@ -277,12 +286,9 @@ def _dq_kernel(start_ref, lengths_ref, q_ref, k_ref, v_ref, do_ref, lse_ref, del
         k = _load(k_ref, slots, limit).astype(q.dtype)
         scores = _dot(q, k.T)
         if masked:
-            segments = None
-            if q_segments is not None:
-                segments = (q_segments, _segments(segment_refs[1], slots, end)[None, :])
-            visible = _visible(options, rows[:, None], slots[None, :], start, end, segments)
-            scores = jnp.where(visible, scores, -jnp.inf)
-        weights = jnp.exp2(scores * scale - lse[:, None])
+            kv_segments = _segments(segment_refs, 1, slots, end)
+            scores = _hide(scores, 0, rows, slots, start, end, q_segments, kv_segments, options)
+        weights = _exp2(scores * scale - lse[:, None], options)
         v = _load(v_ref, slots, limit).astype(q.dtype)
         dscores = weights * (_dot(do, v.T) - delta[:, None])
         return dq + _dot(dscores.astype(q.dtype), k)
@@ -344,9 +350,7 @@ def _launch(
 
 
 def _forward(options: _Options, inputs: _Inputs) -> tuple[Array, ...]:
-    return _launch(
-        _forward_kernel, "flash_attention_forward", options.tiling.forward, inputs, "", (), "ql", options
-    )
+    return _launch(_forward_kernel, "flash_attention_forward", options.tiling.forward, inputs, "", (), "ql", options)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -364,9 +368,7 @@ def _flash_backward(options: _Options, saved: tuple[_Inputs, Array, Array], do: 
     inputs, out, lse = saved
     delta = jnp.einsum("bthe,bthe->bht", do.astype(jnp.float32), out.astype(jnp.float32))
     tiling, more = options.tiling, (do, lse, delta)
-    dk, dv = _launch(
-        _dkv_kernel, "flash_attention_dkv", tiling.dkv, inputs, "qll", more, "kv", options, grouped=True
-    )
+    dk, dv = _launch(_dkv_kernel, "flash_attention_dkv", tiling.dkv, inputs, "qll", more, "kv", options, grouped=True)
     (dq,) = _launch(_dq_kernel, "flash_attention_dq", tiling.dq, inputs, "qll", more, "q", options)
     return None, None, dq, dk, dv, None
 
@@ -396,8 +398,8 @@ def flash_attention(
 ) -> Array:
     """Softmax attention in memory linear in T and S, differentiable in q, k and v.
 
-    Sums are float32, and so are the products of float32 numbers; narrower ones go through the matrix units. What no query
-    sees is not read: keys from `kv_lengths` on, and with `causal` those from `q_start + T` on.
+    Sums are float32, and so are the products of float32 numbers; narrower ones go through the matrix units. What no
+    query sees is not read: keys from `kv_lengths` on, and with `causal` those from `q_start + T` on.
 
     Args:
       q: [B, T, H, E]; head h attends to key/value head h // (H / K).
