@@ -7,6 +7,8 @@ further. A query that sees no key gets zeros.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
@@ -99,14 +101,14 @@ def attention(
         raise ArgumentError("Segments are given for queries or for keys only; give both or none.")
     if q.shape[2] % k.shape[1]:
         raise ArgumentError(f"{q.shape[2]} query heads cannot share {k.shape[1]} key heads evenly.")
-    options = dict(kv_lengths=kv_lengths, kv_segments=kv_segments, causal=causal)
+    options: dict[str, Any] = dict(kv_lengths=kv_lengths, kv_segments=kv_segments, causal=causal)
     if kernels == "triton":
         return flash_attention(q, k, v, q_start, window=window, q_segments=q_segments, **options)
     return _in_chunks(q, k.astype(q.dtype), v.astype(q.dtype), q_start, window, q_segments, options)
 
 
 def _in_chunks(
-    q: Array, k: Array, v: Array, q_start: Array, window: int | None, q_segments: Array | None, options: dict
+    q: Array, k: Array, v: Array, q_start: Array, window: int | None, q_segments: Array | None, options: dict[str, Any]
 ) -> Array:
     """`attention_reference` for as many queries at a time as keep the scores small."""
     B, T, H, E = q.shape

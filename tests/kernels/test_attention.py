@@ -101,14 +101,14 @@ def problems(draw):
     return inputs(int(rng.integers(1000)), B, T, H, K, S, E), q_start, options
 
 
-@settings(deadline=None, max_examples=8)
+@settings(deadline=None, max_examples=6)
 @given(problems())
 def test_flash_equals_float64(problem):
     arrays, q_start, options = problem
     check(arrays, q_start, 1e-5, **options)
 
 
-@settings(deadline=None, max_examples=4)
+@settings(deadline=None, max_examples=3)
 @given(problems())
 def test_flash_gradients_equal_the_references(problem):
     arrays, q_start, options = problem
@@ -124,11 +124,12 @@ def test_flash_fuzzed(problem):
     check_gradients(arrays, q_start, 1e-4, **options)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=8)
 @given(problems())
 def test_plain_operations_equal_float64(problem):
     arrays, q_start, options = problem
-    assert distance(attention(*arrays, q_start, **options), exact(*arrays, q_start, **options)) <= 1e-5
+    plain = jax.jit(attention, static_argnames=("window", "causal"))
+    assert distance(plain(*arrays, q_start, **options), exact(*arrays, q_start, **options)) <= 1e-5
 
 
 @pytest.mark.parametrize("masked", [True, False])
@@ -182,12 +183,13 @@ def test_queries_that_see_no_key_give_zeros(function):
     q_start, kv_lengths = jnp.asarray([2, 2], jnp.int32), jnp.asarray([0, 7], jnp.int32)
 
     def loss(q, k, v):
-        return jnp.sum(function(q, k, v, q_start, kv_lengths=kv_lengths) ** 2)
+        out = function(q, k, v, q_start, kv_lengths=kv_lengths)
+        return jnp.sum(out**2), out
 
-    out = function(*arrays, q_start, kv_lengths=kv_lengths)
+    gradients, out = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(*arrays)
     assert not np.asarray(out[0]).any()
     assert np.asarray(out[1]).all()
-    for gradient in jax.jit(jax.grad(loss, (0, 1, 2)))(*arrays):
+    for gradient in gradients:
         assert not np.asarray(gradient[0]).any()
         assert np.isfinite(gradient).all()
 
@@ -195,7 +197,7 @@ def test_queries_that_see_no_key_give_zeros(function):
 def test_half_precision_inputs_and_a_cache_of_another_type():
     q, k, v = inputs(5, 1, 19, 4, 2, 33, 16)
     q_start = jnp.asarray([14], jnp.int32)
-    for q_type, kv_type in ((jnp.bfloat16, jnp.bfloat16), (jnp.float16, jnp.float16), (jnp.bfloat16, jnp.float32)):
+    for q_type, kv_type in ((jnp.float16, jnp.float16), (jnp.bfloat16, jnp.float32)):
         check([q.astype(q_type), k.astype(kv_type), v.astype(kv_type)], q_start, 1e-2)
     check_gradients([x.astype(jnp.bfloat16) for x in (q, k, v)], q_start, 2e-2)
 
