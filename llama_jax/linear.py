@@ -6,8 +6,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
+from llama_jax.kernels.quantized_matmul import quantized_matmul
+from llama_jax.quantization.packed import QuantizedTensor, take_rows
 
-def linear(x: Array, weight: Array, dtype: DTypeLike | None = None) -> Array:
+
+def linear(x: Array, weight: Array | QuantizedTensor, dtype: DTypeLike | None = None) -> Array:
     """`x` [..., in] times the transpose of `weight` [out, in]: [..., out], summed in float32.
 
     float32 inputs are multiplied in full float32, never in the TF32 that a GPU would take by default.
@@ -15,6 +18,8 @@ def linear(x: Array, weight: Array, dtype: DTypeLike | None = None) -> Array:
     Args:
       dtype: of the result; x's when None.
     """
+    if isinstance(weight, QuantizedTensor):
+        return quantized_matmul(x, weight, dtype)
     dtype = dtype or x.dtype
     weight = weight.astype(x.dtype)
     if x.size == x.shape[-1]:
@@ -39,6 +44,8 @@ def _one_row(x: Array, weight: Array) -> Array:
     return out.reshape(*x.shape[:-1], -1)
 
 
-def embed(tokens: Array, weight: Array) -> Array:
+def embed(tokens: Array, weight: Array | QuantizedTensor) -> Array:
     """Rows of `weight` [V, D] for `tokens` [B, T] int32: [B, T, D]. Ids outside of 0 ... V-1 are the caller's fault."""
+    if isinstance(weight, QuantizedTensor):
+        return take_rows(weight, tokens)
     return jnp.take(weight, tokens, axis=0, mode="clip")

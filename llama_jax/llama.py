@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from jax import Array
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ArgumentError
 from llama_jax.model import Params
-from llama_jax.placement import Place, default_dtype, place_params
+from llama_jax.placement import Place, default_dtype, default_packed, place_params
 from llama_jax.sampling import SamplingParams, sampling_params
-from llama_jax.session import Session, Timings
+from llama_jax.session import Session, Timings, check_prompt
 from llama_jax.text.chat import encode_chat
 from llama_jax.text.detokenize import StreamDetokenizer
 
@@ -40,6 +41,13 @@ def default_context(config: LlamaConfig) -> int:
     return min(config.context_length, DEFAULT_CONTEXT)
 
 
+def _check_limits(n_ctx: int | None, n_batch: int) -> None:
+    if n_ctx is not None and n_ctx < 0:
+        raise ArgumentError(f"n_ctx is {n_ctx}; it must be 0 (the model's own) or above.")
+    if n_batch < 1:
+        raise ArgumentError(f"n_batch is {n_batch}; it must be at least 1.")
+
+
 def load(
     path: str | os.PathLike[str] | None = None,
     *,
@@ -47,6 +55,7 @@ def load(
     n_ctx: int | None = None,
     n_batch: int = 512,
     mesh: Mesh | None = None,
+    packed: bool | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Llama:
     """Loads a model with its tokenizer.
@@ -59,6 +68,8 @@ def load(
         0 is the model's own.
       n_batch: most prompt tokens in one run of the model.
       mesh: devices to divide the model over, from `llama_jax.tensor_mesh`; None is the default device.
+      packed: keep quantized weights as small as in the file, and unpack them as they are multiplied. None does so on a
+        GPU; a CPU is faster with unpacked float32 weights, if they fit.
       progress: called with (bytes placed, bytes in all) after each weight.
 
     Raises:
@@ -66,25 +77,30 @@ def load(
       ArgumentError: an argument is out of range or the path does not exist.
     """
     from llama_jax.formats.hub import resolve_path
-    from llama_jax.formats.load import load_params, open_model
+    from llama_jax.formats.load import load_params, loaded_bytes, open_model
 
-    dtype = np.dtype(dtype or default_dtype())
+    _check_limits(n_ctx, n_batch)
+    try:
+        dtype = np.dtype(dtype or default_dtype())
+    except TypeError:
+        raise ArgumentError(f"dtype is {dtype!r}; it must be float32, bfloat16 or float16.") from None
     with open_model(resolve_path(path) if path is not None else shipped_model()) as file:
         tokenizer = file.tokenizer()
         place = place_params(file.config, mesh)
+        packed = default_packed() if packed is None else packed
         if progress is not None:
-            place = _with_progress(place, file.config.n_parameters * dtype.itemsize, progress)
-        params = load_params(file, dtype, place)
+            place = _with_progress(place, loaded_bytes(file, dtype, packed), progress)
+        params = load_params(file, dtype, place, packed=packed)
         return Llama(file.config, params, tokenizer, n_ctx=n_ctx, n_batch=n_batch, mesh=mesh)
 
 
 def _with_progress(place: Place, total: int, progress: Callable[[int, int], None]) -> Place:
     done = 0
 
-    def place_and_tell(path: str, array: np.ndarray) -> Array:
+    def place_and_tell(path: str, weight: Any) -> Any:
         nonlocal done
-        placed = place(path, array)
-        done += array.nbytes
+        placed = place(path, weight)
+        done += weight.nbytes
         progress(done, total)
         return placed
 
@@ -108,8 +124,7 @@ class Llama:
         n_batch: int = 512,
         mesh: Mesh | None = None,
     ) -> None:
-        if n_ctx is not None and n_ctx < 0:
-            raise ArgumentError(f"n_ctx is {n_ctx}; it must be 0 (the model's own) or above.")
+        _check_limits(n_ctx, n_batch)
         if tokenizer.vocab_size > config.vocab_size:
             raise ArgumentError(
                 f"The tokenizer has {tokenizer.vocab_size} tokens; the model's embedding has only {config.vocab_size}."
@@ -121,7 +136,7 @@ class Llama:
         self.n_batch = n_batch
         self.mesh = mesh
         self.timings = Timings()  # of the latest generation
-        self._idle_session: Session | None = None
+        self._idle_sessions: deque[Session] = deque(maxlen=1)
 
     def new_session(self, batch: int = 1) -> Session:
         """An empty KV cache for `batch` sequences, for programs that work with token ids themselves."""
@@ -129,13 +144,17 @@ class Llama:
 
     @contextlib.contextmanager
     def _session(self) -> Iterator[Session]:
-        """The session of the call before, if no running stream has it."""
-        session, self._idle_session = self._idle_session or self.new_session(), None
+        """The session of the call before, if no running stream has it; safe among threads."""
+        try:
+            session = self._idle_sessions.pop()
+        except IndexError:
+            session = self.new_session()
         try:
             yield session
         finally:
             self.timings = session.timings
-            self._idle_session = session
+            if not session.cache.lengths.is_deleted():  # an interrupt or a lack of memory amid a step loses the cache
+                self._idle_sessions.append(session)
 
     def sampling(self, **options: Any) -> SamplingParams:
         """`sampling_params` that never takes an id which only pads the vocabulary."""
@@ -147,8 +166,8 @@ class Llama:
         Special tokens written in the text stand for themselves, as llama.cpp reads a prompt.
         """
         if not isinstance(prompt, str):
-            return list(prompt)
-        ids = self.tokenizer.encode(prompt, parse_special=True)
+            return [operator.index(token) for token in prompt]
+        ids = self.tokenizer.encode(prompt, add_eos=False, parse_special=True)
         if ids:
             return ids
         start = self.tokenizer.bos_id if self.tokenizer.bos_id is not None else self.tokenizer.eos_id
@@ -193,6 +212,7 @@ class Llama:
         continuation: bool,
     ) -> Generator[str]:
         """Raises for wrong arguments now, not at the first piece."""
+        check_prompt(ids, self.n_ctx, self.config.vocab_size)
         if max_tokens is not None and max_tokens < 0:
             raise ArgumentError(f"max_tokens is {max_tokens}; it must be 0 or above, or None for no limit.")
         text = StreamDetokenizer(self.tokenizer, [stop] if isinstance(stop, str) else stop, continuation=continuation)

@@ -66,7 +66,7 @@ def perplexity(
     n_chunks = len(ids) // n_ctx
     if n_chunks == 0:
         raise ArgumentError(f"The text has {len(ids)} tokens; at least one chunk of {n_ctx} is needed (lower -c).")
-    chunks = np.asarray(ids[: n_chunks * n_ctx], np.int32).reshape(n_chunks, n_ctx)
+    chunks = np.array(ids[: n_chunks * n_ctx], np.int32).reshape(n_chunks, n_ctx)
     if bos_id is not None:
         chunks[:, 0] = bos_id
     rows = max(1, n_batch // n_ctx)

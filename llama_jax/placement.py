@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from llama_jax.cache import KVCache, init_cache
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ArgumentError
 from llama_jax.model import ParameterSpec, Params, by_path, parameter_specs
+from llama_jax.quantization.packed import QuantizedTensor
 
-Place = Callable[[str, np.ndarray], Array]  # (parameter path, host array) -> the array where it lives
+Place = Callable[[str, Any], Any]  # (parameter path, host array or QuantizedTensor of them) -> the same where it lives
 
 
 def default_dtype() -> np.dtype:
     """bfloat16 on a GPU; float32 on a CPU, whose bfloat16 products are ten times slower."""
     return np.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
+
+
+def default_packed() -> bool:
+    """Whether quantized weights stay packed: on a GPU. Products with packed weights are slow on a CPU."""
+    return jax.default_backend() != "cpu"
 
 
 def tensor_mesh(n_devices: int | None = None) -> Mesh:
@@ -64,7 +71,30 @@ def place_params(config: LlamaConfig, mesh: Mesh | None) -> Place:
     if mesh is None:
         return lambda path, array: jax.block_until_ready(jax.device_put(array))
     shardings = by_path(param_shardings(config, mesh))
-    return lambda path, array: jax.block_until_ready(jax.device_put(array, shardings[path]))
+
+    def place(path: str, weight: Any) -> Any:
+        if isinstance(weight, QuantizedTensor):
+            weight = dataclasses.replace(weight, sharding=packed_sharding(weight, shardings[path]))
+            return jax.block_until_ready(jax.device_put(weight, part_shardings(weight)))
+        return jax.block_until_ready(jax.device_put(weight, shardings[path]))
+
+    return place
+
+
+def packed_sharding(weight: QuantizedTensor, sharding: NamedSharding) -> NamedSharding:
+    """`sharding` of a matrix [out, in], without the axis along `in` where it would cut through blocks."""
+    rows, columns = sharding.spec
+    n = 1 if columns is None else sharding.mesh.shape[columns]
+    whole = all(array.shape[2] % n == 0 for array in jax.tree.leaves(weight))
+    return NamedSharding(sharding.mesh, PartitionSpec(rows, columns if whole else None))
+
+
+def part_shardings(weight: QuantizedTensor) -> QuantizedTensor:
+    """Where the arrays of a packed weight lie: [out, ..., groups], divided as its `sharding` divides [out, in]."""
+    assert weight.sharding is not None
+    rows, columns = weight.sharding.spec
+    parts = NamedSharding(weight.sharding.mesh, PartitionSpec(rows, None, columns))
+    return jax.tree.map(lambda _: parts, weight)
 
 
 def place_cache(config: LlamaConfig, batch: int, capacity: int, dtype: np.dtype, mesh: Mesh | None) -> KVCache:

@@ -63,6 +63,17 @@ class Timings:
         return self.generated_tokens / self.decode_seconds if self.decode_seconds else 0.0
 
 
+def check_prompt(prompt: Sequence[int], capacity: int, vocab_size: int) -> None:
+    """Raises ArgumentError for a prompt that is empty, too long for the context, or holds what is not a token id."""
+    if not prompt:
+        raise ArgumentError("The prompt has no tokens; at least one is needed.")
+    if len(prompt) > capacity:
+        raise ArgumentError(f"The prompt has {len(prompt)} tokens; the context holds {capacity} (raise -c / n_ctx).")
+    for token in (min(prompt), max(prompt)):
+        if not 0 <= token < vocab_size:
+            raise ArgumentError(f"The prompt holds the token id {token}; ids go from 0 to {vocab_size - 1}.")
+
+
 class Session:
     """B sequences in one KV cache. A prompt that starts like what the cache holds only runs what is new.
 
@@ -100,17 +111,12 @@ class Session:
         """Brings the cache to hold exactly `prompts`, one per row: the logits [B, V] after their last tokens.
 
         Raises:
-          ArgumentError: a prompt is empty, longer than the capacity, or there are not B of them.
+          ArgumentError: a prompt is empty, longer than the capacity or holds a wrong id, or there are not B of them.
         """
         if len(prompts) != self.batch:
             raise ArgumentError(f"{len(prompts)} prompts were given to a session of {self.batch} sequences.")
         for prompt in prompts:
-            if not prompt:
-                raise ArgumentError("The prompt has no tokens; at least one is needed.")
-            if len(prompt) > self.capacity:
-                raise ArgumentError(
-                    f"The prompt has {len(prompt)} tokens; the context holds {self.capacity} (raise -c / n_ctx)."
-                )
+            check_prompt(prompt, self.capacity, self.config.vocab_size)
         done = [_common_prefix(held, prompt) for held, prompt in zip(self.tokens, prompts, strict=True)]
         done = [min(n, len(prompt) - 1) for n, prompt in zip(done, prompts, strict=True)]
         self.timings = Timings(

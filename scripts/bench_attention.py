@@ -38,10 +38,11 @@ def decode_seconds(B: int, S: int, kernels: str, options: dict[str, Any]) -> flo
     def all_caches(q: Array, caches: list[Array]) -> tuple[Array, list[Array]]:
         new = jnp.ones((B, KV_HEADS, WIDTH), jnp.bfloat16)
         for i in range(0, 2 * n, 2):
+            k, v = caches[i], caches[i + 1]
             if kernels == "triton":
-                q, *caches[i : i + 2] = decode_attention(q, new, new, *caches[i : i + 2], lengths, counts, **options)
+                q, caches[i], caches[i + 1] = decode_attention(q, new, new, k, v, lengths, counts, **options)
             else:
-                q = attention(q[:, None], *caches[i : i + 2], lengths)[:, 0]
+                q = attention(q[:, None], k, v, lengths)[:, 0]
         return q, caches
 
     step = jax.jit(all_caches, donate_argnums=1)

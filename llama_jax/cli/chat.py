@@ -52,10 +52,13 @@ def answer(model: Llama, messages: list[Mapping[str, str]], stream_options: Mapp
 
 
 def run(arguments: argparse.Namespace) -> None:
+    options.check_sampling(arguments)
     model, load_seconds = options.load_model(arguments)
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (line editing and history in input())
-    stream_options = options.sampling_options(arguments, model.n_ctx) | dict(
+    sampling = options.sampling_options(arguments, model.n_ctx)
+    options.compile_ahead(model, arguments.system_prompt or "", sampling)
+    stream_options = sampling | dict(
         max_tokens=None if arguments.n_predict < 0 else arguments.n_predict, stop=arguments.stop
     )
     system = [{"role": "system", "content": arguments.system_prompt}] if arguments.system_prompt else []

@@ -26,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     prompt = options.read_prompt(arguments)
+    options.check_sampling(arguments)
     model, load_seconds = options.load_model(arguments)
     sampling = options.sampling_options(arguments, model.n_ctx)
     pieces = model.stream(
@@ -34,11 +35,7 @@ def run(arguments: argparse.Namespace) -> None:
         stop=[options.unescape(text) if arguments.escape else text for text in arguments.stop],
         **sampling,
     )
-    if sys.stderr.isatty():
-        print("compiling ...", end="\r", file=sys.stderr, flush=True)
-    model.warm_up(prompt, **sampling)
-    if sys.stderr.isatty():
-        print(" " * 14, end="\r", file=sys.stderr, flush=True)
+    options.compile_ahead(model, prompt, sampling)
     if arguments.display_prompt:
         print(prompt, end="", flush=True)
     try:

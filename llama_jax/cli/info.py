@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     if arguments.ctx_size is not None and arguments.ctx_size < 0:
         raise ArgumentError(f"-c is {arguments.ctx_size}; it must be 0 (the model's own context) or above.")
-    with open_model(resolve_path(arguments.model) if arguments.model else shipped_model()) as file:
+    with open_model(shipped_model() if arguments.model is None else resolve_path(arguments.model)) as file:
         check_tensors(file)
         config = file.config
         print(f"{file.path}")

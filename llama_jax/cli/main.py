@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import logging
 import os
 import sys
@@ -37,8 +38,29 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _make_streams_usable() -> None:
+    """Closed standard streams lead nowhere; a character that a stream's encoding lacks becomes a question mark."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 (open as long as the process)
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
+def _discard_output() -> None:
+    """What is still buffered for stdout goes nowhere, instead of failing again when Python ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _complain(sentence: object) -> int:
+    print(f"llama-jax: {sentence}", file=sys.stderr)
+    return 1
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns 0, 1 for a user's mistake, 130 after Ctrl-C. Exits with 2 on wrong usage."""
+    _make_streams_usable()
     top = _parser().parse_args(argv)
     module = importlib.import_module(f"llama_jax.cli.{top.command}")
     parser = argparse.ArgumentParser(prog=f"llama-jax {top.command}", description=module.__doc__)
@@ -50,13 +72,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         module.run(arguments)
         sys.stdout.flush()
     except LlamaJaxError as error:
-        print(f"llama-jax: {error}", file=sys.stderr)
-        return 1
+        return _complain(error)
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader has had enough, as in `llama-jax generate | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
+    except OSError as error:
+        _discard_output()
+        return _complain(f"Reading or writing failed: {error}.")
+    except Exception as error:
+        # By its text, since naming jax's exception class would import jax.
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        reason = str(error).splitlines()[0].rstrip(".")
+        return _complain(f"The device has too little memory; a smaller -c or --dtype needs less ({reason}).")
     return 0
 
 

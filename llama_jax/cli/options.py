@@ -83,6 +83,13 @@ def sampling_options(arguments: argparse.Namespace, n_ctx: int) -> dict[str, Any
     )
 
 
+def check_sampling(arguments: argparse.Namespace) -> None:
+    """Raises ArgumentError for wrong sampling options, before a model has been loaded for nothing."""
+    from llama_jax.sampling import sampling_params
+
+    sampling_params(**sampling_options(arguments, n_ctx=1))
+
+
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "'": "'", '"': '"', "\\": "\\"}
 
 
@@ -109,7 +116,7 @@ def read_prompt(arguments: argparse.Namespace) -> str:
         return unescape(arguments.prompt) if arguments.escape else arguments.prompt
     if arguments.file is not None:
         return read_text_file(arguments.file).removesuffix("\n")
-    if sys.stdin is None or sys.stdin.isatty():
+    if sys.stdin.isatty():
         raise ArgumentError("There is no prompt; give one with -p TEXT, -f FILE or on standard input.")
     return sys.stdin.buffer.read().decode("utf-8", errors="replace").removesuffix("\n")
 
@@ -119,8 +126,14 @@ def cache_compiled_programs() -> None:
     import jax
 
     if not jax.config.values["jax_compilation_cache_dir"]:
-        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        jax.config.update("jax_compilation_cache_dir", str(root / "llama_jax" / "programs"))
+        root = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+        folder = root / "llama_jax" / "programs"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            logging.getLogger("llama_jax.cli").info("compiled programs are not kept: %s", error)
+            return
+        jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
@@ -168,13 +181,23 @@ def load_model(arguments: argparse.Namespace) -> tuple[Llama, float]:
     return model, seconds
 
 
+def compile_ahead(model: Llama, prompt: str, sampling: dict[str, Any]) -> None:
+    """Compiles what `model.stream(prompt, **sampling)` needs, and says so on a terminal."""
+    on_terminal = sys.stderr.isatty()
+    if on_terminal:
+        print("compiling ...", end="\r", file=sys.stderr, flush=True)
+    model.warm_up(prompt, **sampling)
+    if on_terminal:
+        print(" " * len("compiling ..."), end="\r", file=sys.stderr, flush=True)
+
+
 def open_tokenizer(arguments: argparse.Namespace) -> Any:
     """The tokenizer of -m, without the weights."""
     from llama_jax.formats.hub import resolve_path
     from llama_jax.formats.load import open_model
     from llama_jax.llama import shipped_model
 
-    with open_model(resolve_path(arguments.model) if arguments.model else shipped_model()) as file:
+    with open_model(shipped_model() if arguments.model is None else resolve_path(arguments.model)) as file:
         return file.tokenizer()
 
 

@@ -11,7 +11,7 @@ from llama_jax.cli import options
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_model_options(parser)
     options.add_prompt_options(parser)
-    parser.add_argument("--chunks", type=int, metavar="N", help="score at most N chunks; default: all")
+    parser.add_argument("--chunks", type=int, default=-1, metavar="N", help="score at most N chunks; default -1, all")
     parser.set_defaults(ctx_size=512)
 
 
@@ -24,13 +24,13 @@ def run(arguments: argparse.Namespace) -> None:
     estimates = perplexity(
         model.params,
         model.config,
-        tokenizer.encode(text),
+        tokenizer.encode(text, add_eos=False),
         n_ctx=model.n_ctx,
         n_batch=model.n_batch,
         bos_id=tokenizer.bos_id if tokenizer.add_bos else None,
     )
     estimate = None
-    for estimate in islice(estimates, arguments.chunks):
+    for estimate in islice(estimates, None if arguments.chunks < 0 else arguments.chunks):
         print(f"[{estimate.chunks}]{estimate.perplexity:.4f},", end="", flush=True)
     if estimate is not None:
         print(f"\nFinal estimate: PPL = {estimate.perplexity:.4f} +/- {estimate.error:.5f}")

@@ -9,6 +9,7 @@ from llama_jax.errors import ArgumentError
 
 PREFIX = "hf:"
 _FOLDER_FILES = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja"]
+_OTHER_FILES = ["*/*", "consolidated*"]  # sub-folders, and Mistral's second copy of the weights
 
 
 def resolve_path(path: str | os.PathLike[str]) -> Path:
@@ -22,8 +23,8 @@ def resolve_path(path: str | os.PathLike[str]) -> Path:
     """
     text = os.fspath(path)
     if not text.startswith(PREFIX):
-        local = Path(text).expanduser()
-        if not local.exists():
+        local = Path(os.path.expanduser(text))
+        if not os.path.exists(local):
             raise ArgumentError(
                 f"The model path {text!r} does not exist; give a .gguf file, a folder, or hf:owner/name."
             )
@@ -40,7 +41,7 @@ def resolve_path(path: str | os.PathLike[str]) -> Path:
     try:
         if file:
             return Path(huggingface_hub.hf_hub_download(name, file))
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=_FOLDER_FILES))
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=_FOLDER_FILES, ignore_patterns=_OTHER_FILES))
     except Exception as error:  # the hub raises many kinds: network, authorisation, names
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ArgumentError(f"The download of {text!r} failed: {reason}") from error

@@ -10,7 +10,6 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
-from jax import Array
 from numpy.typing import DTypeLike
 
 from llama_jax.config import LlamaConfig
@@ -23,6 +22,7 @@ from llama_jax.formats.gguf import GGUFFile
 from llama_jax.formats.safetensors import INDEX_FILE, SINGLE_FILE, SafetensorsFolder, read_json
 from llama_jax.model import Layer, Params
 from llama_jax.quantization import BFLOAT16, BLOCK_TYPES, as_plain, dequantize, dequantize_into, row_bytes
+from llama_jax.quantization.packed import PACKED_TYPES, pack, packed_nbytes
 
 _CHUNK_VALUES = 1 << 20  # rotary rows are put in order in pieces of about this many values
 _MAX_DIVISOR_BYTES = 1 << 16
@@ -245,7 +245,7 @@ def check_tensors(file: ModelFile) -> None:
             raise _wrong_shape(info, shape)
 
 
-def load_params(file: ModelFile, dtype: DTypeLike, place: Callable[[str, np.ndarray], Array]) -> Params:
+def load_params(file: ModelFile, dtype: DTypeLike, place: Callable[[str, Any], Any], *, packed: bool = False) -> Params:
     """Read all parameters, one at a time.
 
     Args:
@@ -253,13 +253,18 @@ def load_params(file: ModelFile, dtype: DTypeLike, place: Callable[[str, np.ndar
       dtype: of the matrices: float32, bfloat16 or float16. Norm vectors are always float32.
       place: called with each parameter path and its host array, gives the array to keep. The host array is a
         read-only view of the file where it needs no change, and is dropped after the call.
+      packed: keep quantized matrices packed: `place` gets a `QuantizedTensor` of numpy arrays. The dtype is then that
+        of the other matrices and of the activations.
 
     Raises:
       FormatError: tensors are missing, unknown or misshapen.
     """
     check_tensors(file)
 
-    def get(path: str) -> Array:
+    def get(path: str) -> Any:
+        info = file.tensors[path]
+        if packed and info.type_name in PACKED_TYPES and not names.is_norm(path):
+            return place(path, pack(file.read_packed(path), info.type_name, info.shape, np.dtype(dtype)))
         return place(path, file.read(path, np.float32 if names.is_norm(path) else dtype))
 
     config = file.config
@@ -271,6 +276,17 @@ def load_params(file: ModelFile, dtype: DTypeLike, place: Callable[[str, np.ndar
         output_norm=get("output_norm"),
         output_head=None if config.tied_embeddings else get("output_head"),
     )
+
+
+def loaded_bytes(file: ModelFile, dtype: DTypeLike, packed: bool = False) -> int:
+    """Bytes of all parameters as `load_params` hands them to `place`."""
+
+    def size(path: str, info: TensorInfo) -> int:
+        if packed and info.type_name in PACKED_TYPES and not names.is_norm(path):
+            return packed_nbytes(info.type_name, info.shape)
+        return math.prod(info.shape) * (4 if names.is_norm(path) else np.dtype(dtype).itemsize)
+
+    return sum(size(path, info) for path, info in file.tensors.items())
 
 
 def half_split_rows(rows: np.ndarray, heads: int) -> np.ndarray:

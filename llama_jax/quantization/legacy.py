@@ -28,7 +28,7 @@ def decode_q4_1(blocks: np.ndarray, out: np.ndarray) -> None:
 
 def decode_q5_0(blocks: np.ndarray, out: np.ndarray) -> None:
     """d (2 bytes), 32 fifth bits (4 bytes), 16 bytes of nibbles; value = d * (code - 16)."""
-    codes = _five_bit_codes(blocks[:, 2:6], blocks[:, 6:22]).view(np.int8)
+    codes = five_bit_codes(blocks[:, 2:6], blocks[:, 6:22]).view(np.int8)
     codes -= 16
     out[...] = codes
     out *= float16_columns(blocks, 0)
@@ -36,7 +36,7 @@ def decode_q5_0(blocks: np.ndarray, out: np.ndarray) -> None:
 
 def decode_q5_1(blocks: np.ndarray, out: np.ndarray) -> None:
     """d, m (2 bytes each), 32 fifth bits (4 bytes), 16 bytes of nibbles; value = d * code + m."""
-    out[...] = _five_bit_codes(blocks[:, 4:8], blocks[:, 8:24])
+    out[...] = five_bit_codes(blocks[:, 4:8], blocks[:, 8:24])
     out *= float16_columns(blocks, 0)
     out += float16_columns(blocks, 2)
 
@@ -47,7 +47,8 @@ def decode_q8_0(blocks: np.ndarray, out: np.ndarray) -> None:
     out *= float16_columns(blocks, 0)
 
 
-def _five_bit_codes(high: np.ndarray, nibbles: np.ndarray) -> np.ndarray:
+def five_bit_codes(high: np.ndarray, nibbles: np.ndarray) -> np.ndarray:
+    """Codes 0 to 31, uint8 [N, 32], from their fifth bits, uint8 [N, 4], and nibbles, uint8 [N, 16]."""
     codes = planes(nibbles, width=16, shifts=(0, 4), mask=0x0F)
     codes |= unpack_bits(high) << 4
     return codes

@@ -328,6 +328,7 @@ def test_smollm2_is_what_the_gguf_package_reads(smollm2_path):
             np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.slow
 def test_smollm2_loads_in_under_a_second(smollm2_path):
     times = []
     for _ in range(3):
