@@ -25,7 +25,7 @@ from llama_jax.kernels.decode_attention import decode_attention
 class KVCache:
     """Keys (after rotation) and values, L buffers each [B, K, S, E]; `lengths` [B] int32, the slots filled per row.
 
-    `kernels` names what serves the attention of single tokens, see `llama_jax.kernels.backend`.
+    `kernels` names what serves attention, see `llama_jax.kernels.backend`.
     """
 
     k: tuple[Array, ...]
@@ -104,8 +104,9 @@ def append_and_attend(
         k_buffers, v_buffers = _replaced(cache.k, layer, k_buffer), _replaced(cache.v, layer, v_buffer)
         return out[:, None], replace(cache, k=k_buffers, v=v_buffers)
     cache = append(cache, layer, k, v, counts)
-    out = attention(q, cache.k[layer].astype(q.dtype), cache.v[layer].astype(q.dtype), cache.lengths, window)
-    return out, cache
+    kv_lengths = cache.lengths + counts
+    k_buffer, v_buffer = cache.k[layer], cache.v[layer]
+    return attention(q, k_buffer, v_buffer, cache.lengths, window, kv_lengths=kv_lengths, kernels=cache.kernels), cache
 
 
 def advance(cache: KVCache, counts: Array) -> KVCache:

@@ -15,7 +15,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from llama_jax.kernels.attention import attention
+from llama_jax.kernels.attention import attention_reference
 
 _NOTHING = -1e30  # the logarithm of no weight at all; finite, so that differences of two stay numbers
 _MIN_ROWS = 16  # of a matrix unit's left operand
@@ -38,7 +38,7 @@ def decode_attention_reference(
     rows, heads = jnp.arange(B, dtype=jnp.int32)[:, None], jnp.arange(K, dtype=jnp.int32)
     k_cache = k_cache.at[rows, heads, slots].set(k_new.astype(k_cache.dtype), mode="drop")
     v_cache = v_cache.at[rows, heads, slots].set(v_new.astype(v_cache.dtype), mode="drop")
-    out = attention(q[:, None], k_cache.astype(q.dtype), v_cache.astype(q.dtype), lengths, window)
+    out = attention_reference(q[:, None], k_cache.astype(q.dtype), v_cache.astype(q.dtype), lengths, window)
     return out[:, 0], k_cache, v_cache
 
 

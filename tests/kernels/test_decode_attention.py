@@ -79,7 +79,7 @@ def test_the_reference_is_append_and_attend_of_one_token():
     counts = jnp.asarray([1, 0, 1], jnp.int32)
     out, cache = append_and_attend(cache, 1, q[:, None], k_new[:, None], v_new[:, None], counts, 6)
     expected, new_k, new_v = decode_attention_reference(q, k_new, v_new, k, v, lengths, counts, 6)
-    np.testing.assert_allclose(out[:, 0], expected, atol=1e-6)
+    np.testing.assert_allclose(out[::2, 0], expected[::2], atol=1e-6)  # row 1 takes no token
     np.testing.assert_array_equal(cache.k[1], new_k)
     np.testing.assert_array_equal(cache.v[1], new_v)
 
