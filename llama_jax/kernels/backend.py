@@ -42,5 +42,5 @@ def kernel_backend() -> Backend:
     chosen = cast(Backend, asked if asked != "auto" else "triton" if able else "xla")
     reason = f"{VARIABLE}={asked}" if asked != "auto" else f"{device.platform} of compute capability {capability}"
     reason = reason if able or asked != "auto" else f"no Pallas kernels for {device.device_kind}"
-    logger.info("decode and prompt attention: %s (%s); matrix products: xla", chosen, reason)
+    logger.info("attention and products with packed weights: %s (%s); other products: xla", chosen, reason)
     return chosen

@@ -34,13 +34,12 @@ from jax.experimental.pallas import triton as plgpu
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from llama_jax.errors import ArgumentError
+from llama_jax.kernels.backend import Backend, kernel_backend
 from llama_jax.quantization.packed import SUPER_BLOCK, PackedType, QuantizedTensor, dequantize_packed
 
 VECTOR_ROWS = 4  # most rows of activations for the vector kernel, where the tile kernel can take more
 VECTOR_ROWS_OTHER = 16  # the same for float32 and float16 activations, which the tile kernel does not take
 TILE_ROWS = 64  # most rows for the tile kernel
-BACKENDS = ("triton", "xla")
 _USABLE_BITS = 23  # of a subnormal number
 
 
@@ -60,21 +59,12 @@ class Blocks(NamedTuple):
     stages: int = 2
 
 
-@functools.cache
-def default_backend() -> str:
-    """What computes products with packed weights on the default device: "triton", or "xla" where that cannot run."""
-    device = jax.devices()[0]
-    capability = getattr(device, "compute_capability", None)
-    is_nvidia = device.platform == "gpu" and "NVIDIA" in device.device_kind
-    return "triton" if is_nvidia and capability and float(capability) >= 8.0 else "xla"
-
-
 def quantized_matmul(
     x: Array,
     weight: QuantizedTensor,
     dtype: DTypeLike | None = None,
     *,
-    backend: str | None = None,
+    backend: Backend | None = None,
     blocks: Blocks | None = None,
     interpret: bool = False,
 ) -> Array:
@@ -84,13 +74,11 @@ def quantized_matmul(
 
     Args:
       dtype: of the result; x's when None.
-      backend: "triton" or "xla"; None is `default_backend()`.
+      backend: "triton" or "xla"; None is `kernel_backend()`.
       blocks: of the kernel, for measurements; None takes what measured well.
       interpret: run the kernels' code as array operations, on any device, for tests.
     """
-    backend = backend or default_backend()
-    if backend not in BACKENDS:
-        raise ArgumentError(f"The back end is {backend!r}; it must be one of {', '.join(BACKENDS)}.")
+    backend = backend or kernel_backend()
     flat = x.reshape(-1, x.shape[-1])
     out = weight.shape[0]
     product = functools.partial(_product, dtype=dtype or x.dtype, blocks=blocks, interpret=interpret)

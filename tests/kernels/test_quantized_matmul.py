@@ -11,10 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llama_jax.errors import ArgumentError
 from llama_jax.kernels.quantized_matmul import (
     Blocks,
-    default_backend,
     quantized_matmul,
     reference,
     tile_product,
@@ -101,18 +99,6 @@ def test_masked_integers_are_subnormal_numbers():
     np.testing.assert_array_equal(integers.view(np.float32).astype(np.float64), integers * 2.0**-149)
 
 
-def test_an_unknown_backend_is_refused():
-    x, weight, _, _ = case("Q4_0", 4, 32, 1)
-    with pytest.raises(ArgumentError, match="'cuda'; it must be one of triton, xla"):
-        quantized_matmul(x, weight, backend="cuda")
-
-
-def test_a_cpu_takes_the_plain_path():
-    if jax.default_backend() == "cpu":
-        assert default_backend() == "xla"
-
-
-@pytest.mark.parametrize(("path", "name"), [("layers.0.w_gate", "Q4_K"), ("layers.0.w_down", "Q4_0")])
 @pytest.mark.parametrize("backend", ["xla", "triton"])
 def test_a_weight_divided_over_a_mesh(path, name, backend):
     config = tiny_config(d_model=256, d_ff=512, n_heads=8, n_kv_heads=4)
