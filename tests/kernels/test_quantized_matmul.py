@@ -99,6 +99,7 @@ def test_masked_integers_are_subnormal_numbers():
     np.testing.assert_array_equal(integers.view(np.float32).astype(np.float64), integers * 2.0**-149)
 
 
+@pytest.mark.parametrize(("path", "name"), [("layers.0.w_gate", "Q4_K"), ("layers.0.w_down", "Q4_0")])
 @pytest.mark.parametrize("backend", ["xla", "triton"])
 def test_a_weight_divided_over_a_mesh(path, name, backend):
     config = tiny_config(d_model=256, d_ff=512, n_heads=8, n_kv_heads=4)
