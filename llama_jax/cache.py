@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ArgumentError
 from llama_jax.kernels.attention import attention
-from llama_jax.kernels.backend import Backend, kernel_backend
+from llama_jax.kernels.backend import XLA, Kernels, default_kernels
 from llama_jax.kernels.decode_attention import decode_attention
 
 
@@ -31,7 +31,7 @@ class KVCache:
     k: tuple[Array, ...]
     v: tuple[Array, ...]
     lengths: Array
-    kernels: Backend = struct.field(pytree_node=False, default="xla")
+    kernels: Kernels = struct.field(pytree_node=False, default=XLA)
 
     @property
     def capacity(self) -> int:
@@ -45,7 +45,7 @@ class KVCache:
 
 
 def init_cache(
-    config: LlamaConfig, batch: int, capacity: int, dtype: DTypeLike, kernels: Backend | None = None
+    config: LlamaConfig, batch: int, capacity: int, dtype: DTypeLike, kernels: Kernels | None = None
 ) -> KVCache:
     """An empty cache for `batch` sequences of at most `capacity` tokens, on one device.
 
@@ -58,7 +58,7 @@ def init_cache(
         )
     shape = (batch, config.n_kv_heads, capacity, config.head_dim)
     k, v = (tuple(jnp.zeros(shape, dtype) for _ in range(config.n_layers)) for _ in "kv")
-    return KVCache(k=k, v=v, lengths=jnp.zeros(batch, jnp.int32), kernels=kernels or kernel_backend())
+    return KVCache(k=k, v=v, lengths=jnp.zeros(batch, jnp.int32), kernels=kernels or default_kernels())
 
 
 def append(cache: KVCache, layer: int, k: Array, v: Array, counts: Array) -> KVCache:
@@ -97,7 +97,7 @@ def append_and_attend(
       out: [B, T, H, E], meaningless where nothing was appended.
       cache: with `lengths` unchanged.
     """
-    if cache.kernels == "triton" and q.shape[1] == 1:
+    if cache.kernels.decode_attention == "triton" and q.shape[1] == 1:
         out, k_buffer, v_buffer = decode_attention(
             q[:, 0], k[:, 0], v[:, 0], cache.k[layer], cache.v[layer], cache.lengths, counts, window
         )
@@ -106,7 +106,8 @@ def append_and_attend(
     cache = append(cache, layer, k, v, counts)
     kv_lengths = cache.lengths + counts
     k_buffer, v_buffer = cache.k[layer], cache.v[layer]
-    return attention(q, k_buffer, v_buffer, cache.lengths, window, kv_lengths=kv_lengths, kernels=cache.kernels), cache
+    kernels = cache.kernels.attention
+    return attention(q, k_buffer, v_buffer, cache.lengths, window, kv_lengths=kv_lengths, kernels=kernels), cache
 
 
 def advance(cache: KVCache, counts: Array) -> KVCache:

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ArgumentError
 from llama_jax.model import Params
-from llama_jax.placement import Place, default_dtype, default_packed, place_params
+from llama_jax.placement import Place, default_dtype, place_params
 from llama_jax.sampling import SamplingParams, sampling_params
 from llama_jax.session import Session, Timings, check_prompt
 from llama_jax.text.chat import encode_chat
@@ -55,7 +55,7 @@ def load(
     n_ctx: int | None = None,
     n_batch: int = 512,
     mesh: Mesh | None = None,
-    packed: bool | None = None,
+    packed: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Llama:
     """Loads a model with its tokenizer.
@@ -68,8 +68,8 @@ def load(
         0 is the model's own.
       n_batch: most prompt tokens in one run of the model.
       mesh: devices to divide the model over, from `llama_jax.tensor_mesh`; None is the default device.
-      packed: keep quantized weights as small as in the file, and unpack them as they are multiplied. None does so on a
-        GPU; a CPU is faster with unpacked float32 weights, if they fit.
+      packed: keep quantized weights as small as in the file and unpack them as they are multiplied: for a GPU. A CPU is
+        faster with unpacked float32 weights, if they fit.
       progress: called with (bytes placed, bytes in all) after each weight.
 
     Raises:
@@ -87,7 +87,6 @@ def load(
     with open_model(resolve_path(path) if path is not None else shipped_model()) as file:
         tokenizer = file.tokenizer()
         place = place_params(file.config, mesh)
-        packed = default_packed() if packed is None else packed
         if progress is not None:
             place = _with_progress(place, loaded_bytes(file, dtype, packed), progress)
         params = load_params(file, dtype, place, packed=packed)

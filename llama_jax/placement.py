@@ -14,6 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from llama_jax.cache import KVCache, init_cache
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ArgumentError
+from llama_jax.kernels.backend import XLA
 from llama_jax.model import ParameterSpec, Params, by_path, parameter_specs
 from llama_jax.quantization.packed import QuantizedTensor
 
@@ -23,11 +24,6 @@ Place = Callable[[str, Any], Any]  # (parameter path, host array or QuantizedTen
 def default_dtype() -> np.dtype:
     """bfloat16 on a GPU; float32 on a CPU, whose bfloat16 products are ten times slower."""
     return np.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
-
-
-def default_packed() -> bool:
-    """Whether quantized weights stay packed: on a GPU. Products with packed weights are slow on a CPU."""
-    return jax.default_backend() != "cpu"
 
 
 def tensor_mesh(n_devices: int | None = None) -> Mesh:
@@ -107,4 +103,4 @@ def place_cache(config: LlamaConfig, batch: int, capacity: int, dtype: np.dtype,
     heads = "tensor" if config.n_kv_heads % mesh.shape["tensor"] == 0 else None
     buffers = (NamedSharding(mesh, PartitionSpec(None, heads)),) * config.n_layers
     shardings = KVCache(k=buffers, v=buffers, lengths=NamedSharding(mesh, PartitionSpec()))  # type: ignore[arg-type]
-    return jax.jit(lambda: init_cache(config, batch, capacity, dtype, "xla"), out_shardings=shardings)()
+    return jax.jit(lambda: init_cache(config, batch, capacity, dtype, XLA), out_shardings=shardings)()

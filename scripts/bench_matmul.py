@@ -23,7 +23,7 @@ import numpy as np
 from jax import Array
 from random_model import random_packed
 
-from llama_jax.kernels.backend import kernel_backend
+from llama_jax.kernels.backend import default_kernels
 from llama_jax.kernels.quantized_matmul import VECTOR_ROWS, Blocks, quantized_matmul
 from llama_jax.quantization import PACKED_TYPES, row_bytes
 from llama_jax.roofline import peak_bandwidth
@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument("--sweep", action="store_true", help="try many blocks of the kernel")
     parser.add_argument("--repeats", type=int, default=7)
     arguments = parser.parse_args()
-    print(f"packed weights: {kernel_backend()}")
+    print(f"packed weights: {default_kernels().packed_products}")
     results = []
     for text in arguments.shapes:
         columns, out = (int(number) for number in text.split("x"))

@@ -23,7 +23,8 @@ BEGIN, END = "<!-- measured -->", "<!-- /measured -->"
 # Benchmark -> what its lines are about, filled in from the fields of a result. Other benchmarks go by their name.
 TITLES = {
     "cpu": "SmolLM2-135M, float32, one sequence",
-    "decode": "decoding, {shape} shape, {dtype}, {batch} x {context} tokens",
+    "decode": "decoding, {shape} shape, {weights} weights, {batch} x {context} tokens",
+    "prefill": "prompt, {shape} shape, {weights} weights, {tokens} tokens in chunks of {chunk}",
     "demo_model": "training the shipped model",
 }
 
@@ -45,6 +46,12 @@ FIELDS = {
         "share_of_limit": "share of the memory's limit",
         "peak_bytes": "peak memory",
         "compile_seconds": "compiling",
+    },
+    "prefill": {
+        "tokens_per_second": "",
+        "tflop_per_second": "arithmetic",
+        "share_of_limit": "share of the arithmetic's limit",
+        "peak_bytes": "peak memory",
     },
     "demo_model": {
         "held_out_nats_per_character": "held-out play",

@@ -39,6 +39,9 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-b", "--batch-size", type=int, default=512, metavar="N", help="prompt tokens a run; default 512"
     )
+    parser.add_argument(
+        "--packed", action="store_true", help="keep quantized weights as small as in the file (for a GPU)"
+    )
     parser.add_argument("--dtype", choices=_DTYPES, help="of weights and cache; default: bf16 on a GPU, f32 on a CPU")
 
 
@@ -166,6 +169,7 @@ def load_model(arguments: argparse.Namespace) -> tuple[Llama, float]:
             dtype=_DTYPES.get(arguments.dtype),
             n_ctx=arguments.ctx_size,
             n_batch=arguments.batch_size,
+            packed=arguments.packed,
             progress=update,
         )
         jax.block_until_ready(model.params)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from typing import Literal, cast, get_args
+from dataclasses import dataclass
+from typing import Literal
 
 import jax
 
@@ -14,16 +15,39 @@ from llama_jax.errors import ArgumentError
 Backend = Literal["triton", "xla"]
 
 VARIABLE = "LLAMA_JAX_KERNELS"
+CHOICES = ("auto", "triton", "xla")
 _TRITON_CAPABILITY = 8.0  # Ampere, the first with bfloat16 matrix units
 
 logger = logging.getLogger(__name__)
 
 
-@functools.cache
-def kernel_backend() -> Backend:
-    """ "triton" (Pallas kernels) on an NVIDIA GPU of compute capability 8.0 or later, else "xla" (plain operations).
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """What computes each of three things: "triton", Pallas kernels, or "xla", plain operations on any device.
 
-    The environment variable LLAMA_JAX_KERNELS asks for one of them by name.
+    Attributes:
+      decode_attention: attention of one new token per sequence.
+      attention: attention of prompts.
+      packed_products: products with packed weights.
+    """
+
+    decode_attention: Backend = "xla"
+    attention: Backend = "xla"
+    packed_products: Backend = "xla"
+
+
+XLA = Kernels()
+TRITON = Kernels("triton", "triton", "triton")
+# The flash attention kernels have not run on a GPU yet; until they have been measured there, they are used on request.
+MEASURED = Kernels(decode_attention="triton", attention="xla", packed_products="triton")
+
+
+@functools.cache
+def default_kernels() -> Kernels:
+    """What serves the default device: what has been measured to be good on an NVIDIA GPU, plain operations elsewhere.
+
+    The environment variable LLAMA_JAX_KERNELS asks for "triton" or "xla" for everything; Triton kernels need compute
+    capability 8.0 or later.
 
     Raises:
       ArgumentError: the name is unknown, or the device cannot run it.
@@ -32,15 +56,18 @@ def kernel_backend() -> Backend:
     capability = float(getattr(device, "compute_capability", None) or 0) if device.platform == "gpu" else 0.0
     able = capability >= _TRITON_CAPABILITY
     asked = os.environ.get(VARIABLE, "auto")
-    if asked not in ("auto", *get_args(Backend)):
-        raise ArgumentError(f"{VARIABLE} is {asked!r}; it must be one of auto, {', '.join(get_args(Backend))}.")
+    if asked not in CHOICES:
+        raise ArgumentError(f"{VARIABLE} is {asked!r}; it must be one of {', '.join(CHOICES)}.")
     if asked == "triton" and not able:
         raise ArgumentError(
             f"{VARIABLE} asks for 'triton', which needs an NVIDIA GPU of compute capability {_TRITON_CAPABILITY} or "
             f"later; this is {device.device_kind}. Use auto or xla."
         )
-    chosen = cast(Backend, asked if asked != "auto" else "triton" if able else "xla")
-    reason = f"{VARIABLE}={asked}" if asked != "auto" else f"{device.platform} of compute capability {capability}"
-    reason = reason if able or asked != "auto" else f"no Pallas kernels for {device.device_kind}"
-    logger.info("attention and products with packed weights: %s (%s); other products: xla", chosen, reason)
+    chosen = {"xla": XLA, "triton": TRITON, "auto": MEASURED if able else XLA}[asked]
+    reason = f"{VARIABLE}={asked}" if asked != "auto" else f"{device.device_kind}, compute capability {capability}"
+    logger.info(
+        "decode attention: %s; prompt attention: %s; products with packed weights: %s (%s)",
+        chosen.decode_attention, chosen.attention, chosen.packed_products,
+        reason if able or asked != "auto" else f"{device.device_kind}, where no Pallas kernels run",
+    )  # fmt: skip
     return chosen

@@ -34,7 +34,7 @@ from jax.experimental.pallas import triton as plgpu
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from llama_jax.kernels.backend import Backend, kernel_backend
+from llama_jax.kernels.backend import Backend, default_kernels
 from llama_jax.quantization.packed import SUPER_BLOCK, PackedType, QuantizedTensor, dequantize_packed
 
 VECTOR_ROWS = 4  # most rows of activations for the vector kernel, where the tile kernel can take more
@@ -74,11 +74,11 @@ def quantized_matmul(
 
     Args:
       dtype: of the result; x's when None.
-      backend: "triton" or "xla"; None is `kernel_backend()`.
+      backend: "triton" or "xla"; None is the process's, see `llama_jax.kernels.backend`.
       blocks: of the kernel, for measurements; None takes what measured well.
       interpret: run the kernels' code as array operations, on any device, for tests.
     """
-    backend = backend or kernel_backend()
+    backend = backend or default_kernels().packed_products
     flat = x.reshape(-1, x.shape[-1])
     out = weight.shape[0]
     product = functools.partial(_product, dtype=dtype or x.dtype, blocks=blocks, interpret=interpret)

@@ -75,7 +75,7 @@ def test_slots_behind_the_filled_ones_are_never_read():
 def test_the_reference_is_append_and_attend_of_one_token():
     config = tiny_config()
     q, k_new, v_new, k, v, lengths = inputs(2, 3, 4, 2, 20, 12)
-    cache = init_cache(config, 3, 20, jnp.float32, "xla").replace(k=(k, k), v=(v, v), lengths=lengths)
+    cache = init_cache(config, 3, 20, jnp.float32).replace(k=(k, k), v=(v, v), lengths=lengths)
     counts = jnp.asarray([1, 0, 1], jnp.int32)
     out, cache = append_and_attend(cache, 1, q[:, None], k_new[:, None], v_new[:, None], counts, 6)
     expected, new_k, new_v = decode_attention_reference(q, k_new, v_new, k, v, lengths, counts, 6)
