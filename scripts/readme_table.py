@@ -69,6 +69,7 @@ UNITS = {
     "nats_per_token": "{:.4f} nats per token",
     "tokens_per_second": "{:,.1f} tok/s",
     "gb_per_second": "{:,.1f} GB/s",
+    "tflop_per_second": "{:,.0f} TFLOP/s",
     "milliseconds": "{:.3f} ms",
     "share_of_limit": "{:.0%}",
     "seconds": "{:,.2f} s",
