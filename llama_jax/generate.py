@@ -171,6 +171,8 @@ def generate_tokens(
     B, T = tokens.shape
     lengths = jnp.full(B, T, jnp.int32) if lengths is None else lengths
     sampling = sampling_params(B, temperature=0.0) if sampling is None else sampling
+    if sampling.temperature.shape[0] != B:
+        raise ArgumentError(f"sampling is for {sampling.temperature.shape[0]} rows; there are {B} prompts.")
     eos_ids = jnp.asarray(eos_ids, jnp.int32)
     if cache is None:
         cache = init_cache(config, B, T + max_tokens, params.embedding.dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import operator
+import logging
 import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -15,10 +15,11 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from llama_jax import checks
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ArgumentError
 from llama_jax.model import Params
-from llama_jax.placement import Place, default_dtype, place_params
+from llama_jax.placement import Place, check_devices, default_dtype, place_params
 from llama_jax.sampling import SamplingParams, sampling_params
 from llama_jax.session import Session, Timings, check_prompt
 from llama_jax.text.chat import encode_chat
@@ -26,6 +27,8 @@ from llama_jax.text.detokenize import StreamDetokenizer
 
 if TYPE_CHECKING:
     from llama_jax.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_CONTEXT = 4096
 SHIPPED_MODEL = "shakespeare.gguf"
@@ -41,11 +44,10 @@ def default_context(config: LlamaConfig) -> int:
     return min(config.context_length, DEFAULT_CONTEXT)
 
 
-def _check_limits(n_ctx: int | None, n_batch: int) -> None:
-    if n_ctx is not None and n_ctx < 0:
-        raise ArgumentError(f"n_ctx is {n_ctx}; it must be 0 (the model's own) or above.")
-    if n_batch < 1:
-        raise ArgumentError(f"n_batch is {n_batch}; it must be at least 1.")
+def _checked_limits(n_ctx: Any, n_batch: Any) -> tuple[int | None, int]:
+    if n_ctx is not None:
+        n_ctx = checks.integer("n_ctx", n_ctx, 0, allowed=f"an integer from 0 (the model's own) to {checks.MOST}")
+    return n_ctx, checks.integer("n_batch", n_batch, 1)
 
 
 def load(
@@ -79,7 +81,8 @@ def load(
     from llama_jax.formats.hub import resolve_path
     from llama_jax.formats.load import load_params, loaded_bytes, open_model
 
-    _check_limits(n_ctx, n_batch)
+    n_ctx, n_batch = _checked_limits(n_ctx, n_batch)
+    check_devices()
     try:
         dtype = np.dtype(dtype or default_dtype())
     except TypeError:
@@ -123,7 +126,7 @@ class Llama:
         n_batch: int = 512,
         mesh: Mesh | None = None,
     ) -> None:
-        _check_limits(n_ctx, n_batch)
+        n_ctx, n_batch = _checked_limits(n_ctx, n_batch)
         if tokenizer.vocab_size > config.vocab_size:
             raise ArgumentError(
                 f"The tokenizer has {tokenizer.vocab_size} tokens; the model's embedding has only {config.vocab_size}."
@@ -132,6 +135,8 @@ class Llama:
         self.params = params
         self.tokenizer = tokenizer
         self.n_ctx = default_context(config) if n_ctx is None else n_ctx or config.context_length
+        if self.n_ctx > config.context_length:
+            logger.warning("context %d is longer than the model's own, %d", self.n_ctx, config.context_length)
         self.n_batch = n_batch
         self.mesh = mesh
         self.timings = Timings()  # of the latest generation
@@ -156,7 +161,13 @@ class Llama:
                 self._idle_sessions.append(session)
 
     def sampling(self, **options: Any) -> SamplingParams:
-        """`sampling_params` that never takes an id which only pads the vocabulary."""
+        """`sampling_params` that never takes an id which only pads the vocabulary.
+
+        Of `repeat_last_n`, -1 or more than the context means the whole context.
+        """
+        window = options.get("repeat_last_n")
+        if isinstance(window, int) and (window == -1 or window > self.n_ctx):
+            options["repeat_last_n"] = self.n_ctx
         return sampling_params(**options, vocab_limit=self.tokenizer.vocab_size)
 
     def tokenize_prompt(self, prompt: str | Sequence[int]) -> list[int]:
@@ -165,7 +176,9 @@ class Llama:
         Special tokens written in the text stand for themselves, as llama.cpp reads a prompt.
         """
         if not isinstance(prompt, str):
-            return [operator.index(token) for token in prompt]
+            if isinstance(prompt, (bytes, bytearray)) or not hasattr(prompt, "__iter__"):
+                raise ArgumentError(f"The prompt is of type {type(prompt).__name__}; it must be a str or token ids.")
+            return [checks.integer("A token id of the prompt", token, -checks.MOST) for token in prompt]
         ids = self.tokenizer.encode(prompt, add_eos=False, parse_special=True)
         if ids:
             return ids
@@ -212,9 +225,12 @@ class Llama:
     ) -> Generator[str]:
         """Raises for wrong arguments now, not at the first piece."""
         check_prompt(ids, self.n_ctx, self.config.vocab_size)
-        if max_tokens is not None and max_tokens < 0:
-            raise ArgumentError(f"max_tokens is {max_tokens}; it must be 0 or above, or None for no limit.")
-        text = StreamDetokenizer(self.tokenizer, [stop] if isinstance(stop, str) else stop, continuation=continuation)
+        if max_tokens is not None:
+            max_tokens = checks.integer("max_tokens", max_tokens, 0, allowed="0 or above, or None for no limit")
+        stops = [stop] if isinstance(stop, str) else stop
+        if not isinstance(stops, Sequence) or not all(isinstance(text, str) for text in stops):
+            raise ArgumentError(f"stop is {stop!r}; it must be a string or a list of strings.")
+        text = StreamDetokenizer(self.tokenizer, stops, continuation=continuation)
         options = self.sampling(**sampling)
         limit = self.n_ctx if max_tokens is None else max_tokens
         return self._stream(ids, text, options, limit)

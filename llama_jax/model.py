@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 
 from llama_jax.cache import KVCache, advance, append_and_attend
 from llama_jax.config import LlamaConfig
+from llama_jax.errors import ArgumentError
 from llama_jax.kernels.attention import attention
 from llama_jax.linear import embed, linear
 from llama_jax.rope import apply_rope, rope_rotations
@@ -165,7 +166,11 @@ def hidden_states(
       x: [B, T, D], meaningless at padding.
       cache: with the new tokens, or None.
     """
+    if tokens.ndim != 2 or tokens.shape[1] == 0:
+        raise ArgumentError(f"tokens has shape {tokens.shape}; it must be [B, T] with at least one token a row.")
     B, T = tokens.shape
+    if cache is not None and counts is None and cache.capacity < T:
+        raise ArgumentError(f"{T} tokens a row were given for a cache that holds {cache.capacity}.")
     counts = jnp.full(B, T, jnp.int32) if counts is None else counts
     start = jnp.zeros(B, jnp.int32) if cache is None else cache.lengths
     rotations = rope_rotations(start[:, None] + jnp.arange(T, dtype=jnp.int32), config)

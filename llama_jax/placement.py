@@ -21,6 +21,16 @@ from llama_jax.quantization.packed import QuantizedTensor
 Place = Callable[[str, Any], Any]  # (parameter path, host array or QuantizedTensor of them) -> the same where it lives
 
 
+def check_devices() -> None:
+    """Raises ArgumentError where jax finds no device that it may use."""
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0] if str(error) else "its plug-in cannot be used"
+        platforms = jax.config.values["jax_platforms"]
+        raise ArgumentError(f"jax finds no device with JAX_PLATFORMS={platforms or ''}: {reason}") from error
+
+
 def default_dtype() -> np.dtype:
     """bfloat16 on a GPU; float32 on a CPU, whose bfloat16 products are ten times slower."""
     return np.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)

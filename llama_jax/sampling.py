@@ -16,9 +16,11 @@ import numpy as np
 from flax import struct
 from jax import Array
 
+from llama_jax import checks
 from llama_jax.errors import ArgumentError
 
 _CANDIDATE_BUCKETS = (64, 256, 1024)
+_MOST_PENALISED = 2**20
 
 
 @struct.dataclass
@@ -37,11 +39,6 @@ class SamplingParams:
     n_candidates: int = struct.field(pytree_node=False)  # 1: greedy; 0: the whole vocabulary
     repeat_last_n: int = struct.field(pytree_node=False)  # W, how many recent tokens are penalised; 0: none
     vocab_limit: int | None = struct.field(pytree_node=False)  # ids from here on pad the vocabulary and are never taken
-
-
-def _check(name: str, value: float, ok: bool, allowed: str) -> None:
-    if not ok:
-        raise ArgumentError(f"{name} is {value!r}; it must be {allowed}.")
 
 
 def random_seed() -> int:
@@ -68,19 +65,22 @@ def sampling_params(
         gives what a batch of one gives. None or -1 takes a random one.
       vocab_limit: number of ids that stand for something; None means all rows of the embedding.
     """
-    _check("temperature", temperature, 0 <= temperature < float("inf"), "0 or above")
-    _check("top_k", top_k, isinstance(top_k, int) and top_k < 2**31, "an integer; 0 or below keeps all tokens")
-    _check("top_p", top_p, 0 < top_p <= 1, "above 0 and at most 1")
-    _check("min_p", min_p, 0 <= min_p <= 1, "from 0 to 1")
-    _check("repeat_penalty", repeat_penalty, 0 < repeat_penalty < float("inf"), "above 0")
-    _check("repeat_last_n", repeat_last_n, isinstance(repeat_last_n, int) and repeat_last_n >= 0, "0 or above")
-    if seed is None or seed == -1:
-        seed = random_seed()
-    seeds = [seed + row for row in range(batch)] if isinstance(seed, int) else list(seed)
+    temperature = checks.number("temperature", temperature, 0, allowed="0 or above")
+    top_k = checks.integer("top_k", top_k, -checks.MOST, allowed="an integer; 0 or below keeps all tokens")
+    top_p = checks.number("top_p", top_p, 0, 1, allowed="above 0 and at most 1", positive=True)
+    min_p = checks.number("min_p", min_p, 0, 1, allowed="from 0 to 1")
+    repeat_penalty = checks.number("repeat_penalty", repeat_penalty, 0, allowed="above 0", positive=True)
+    repeat_last_n = checks.integer("repeat_last_n", repeat_last_n, 0, _MOST_PENALISED)
+    single = None if isinstance(seed, (Sequence, np.ndarray)) else -1 if seed is None else seed
+    if single is not None:
+        first = checks.integer("seed", single, -(2**63), 2**64 - 1, "a 64-bit integer")
+        first = random_seed() if first == -1 else first
+        seeds = [first + row for row in range(batch)]
+    else:
+        assert isinstance(seed, (Sequence, np.ndarray))
+        seeds = [checks.integer("seed", value, -(2**63), 2**64 - 1, "a 64-bit integer") for value in seed]
     if len(seeds) != batch:
-        raise ArgumentError(f"{len(seeds)} seeds were given for {batch} rows; give one, or one per row.")
-    for value in seeds:
-        _check("seed", value, isinstance(value, int) and -(2**63) <= value < 2**64 + batch, "a 64-bit integer")
+        raise ArgumentError(f"{len(seeds)} seeds were given for {batch} rows; give one seed, or one per row.")
     halves = np.array([[(value >> 32) & 0xFFFFFFFF, value & 0xFFFFFFFF] for value in seeds], np.uint32)
 
     enough = next((bucket for bucket in _CANDIDATE_BUCKETS if 0 < top_k <= bucket), 0)

@@ -163,6 +163,8 @@ class Session:
 
         A row ends with one of `eos_ids`, after `max_tokens`, or when its cache is full. Closing the iterator ends all.
         """
+        if sampling.temperature.shape[0] != self.batch:
+            raise ArgumentError(f"sampling is for {sampling.temperature.shape[0]} rows; the session has {self.batch}.")
         started = time.perf_counter()
         logits = self.prefill(prompts)
         if max_tokens < 1:

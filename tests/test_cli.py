@@ -115,8 +115,8 @@ def test_wrong_usage_is_2(run, arguments):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["-c", "-1"], "n_ctx is -1; it must be 0 (the model's own) or above."),
-        (["-b", "0"], "n_batch is 0; it must be at least 1."),
+        (["-c", "-1"], "n_ctx is -1; it must be an integer from 0 (the model's own) to 2147483647."),
+        (["-b", "0"], "n_batch is 0; it must be an integer from 1 to 2147483647."),
         (["--temp", "nan"], "temperature is nan; it must be 0 or above."),
         (["--temp", "inf"], "temperature is inf; it must be 0 or above."),
         (["--top-p", "0"], "top_p is 0.0; it must be above 0 and at most 1."),
@@ -124,7 +124,7 @@ def test_wrong_usage_is_2(run, arguments):
         (["--min-p", "-1"], "min_p is -1.0; it must be from 0 to 1."),
         (["--top-k", "9999999999"], "top_k is 9999999999; it must be an integer; 0 or below keeps all tokens."),
         (["--repeat-penalty", "0"], "repeat_penalty is 0.0; it must be above 0."),
-        (["--repeat-last-n", "-2"], "repeat_last_n is -2; it must be 0 or above."),
+        (["--repeat-last-n", "-2"], "repeat_last_n is -2; it must be an integer from 0 to 1048576."),
         (["--seed", str(2**70)], f"seed is {2**70}; it must be a 64-bit integer."),
         (["--stop", ""], "A stop string is ''; only strings of at least one character are allowed."),
         (["-c", "2"], "The prompt has 3 tokens; the context holds 2 (raise -c / n_ctx)."),
@@ -462,3 +462,19 @@ def test_ctrl_c_ends_without_a_traceback(environment):
         _, errors = process.communicate()
     assert process.returncode == 130
     assert b"Traceback" not in errors
+
+
+def test_a_text_file_has_a_limit(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(options, "_MOST_TEXT", 1 << 20)
+    big = tmp_path / "big.txt"
+    big.write_bytes(b"a" * ((1 << 20) + 1))
+    code, _, err = run("tokenize", "-f", str(big))
+    assert code == 1
+    assert "longer than 1 MiB" in err
+
+
+@pytest.mark.parametrize("value", ["0", "-2"])
+def test_a_number_of_chunks_that_makes_no_sense(run, value):
+    code, _, err = run("perplexity", "-p", "x", "--chunks", value)
+    assert code == 1
+    assert f"--chunks is {value}" in err

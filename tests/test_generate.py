@@ -213,3 +213,12 @@ def test_the_compiled_decode_step_updates_the_cache_in_place():
     shape = "f32[1,2,32,12]"
     copies = [line for line in text.splitlines() if f"= {shape}" in line and " copy(" in line]
     assert not copies
+
+
+def test_sampling_for_other_rows_is_refused():
+    session = Session(PARAMS, CONFIG, batch=2, capacity=40)
+    with pytest.raises(ArgumentError, match="sampling is for 1 rows; the session has 2"):
+        list(session.generate(PROMPTS[:2], sampling_params(1), max_tokens=2))
+    tokens, lengths = padded(PROMPTS)
+    with pytest.raises(ArgumentError, match="sampling is for 2 rows; there are 3 prompts"):
+        generate_tokens(PARAMS, tokens, CONFIG, max_tokens=2, lengths=lengths, sampling=sampling_params(2))

@@ -116,6 +116,16 @@ def test_a_full_context_ends_the_text(loaded):
         (dict(prompt=[]), "no tokens"),
         (dict(prompt=[1, 2048]), "token id 2048; ids go from 0 to 2047"),
         (dict(prompt=[-1, 5]), "token id -1"),
+        (dict(prompt=b"abc"), "type bytes"),
+        (dict(prompt=["a"]), "token id of the prompt is 'a'"),
+        (dict(temperature="hot"), "temperature is 'hot'"),
+        (dict(temperature=1e308), "temperature is 1e"),
+        (dict(repeat_penalty=1e-300), "repeat_penalty is 1e-300"),
+        (dict(top_k=True), "top_k is True"),
+        (dict(seed=1.5), "seed is 1"),
+        (dict(max_tokens=1.5), "max_tokens is 1"),
+        (dict(stop=5), "stop is 5"),
+        (dict(stop=[None]), "stop is"),
     ],
 )
 def test_wrong_arguments_raise_at_the_call(model, options, message):

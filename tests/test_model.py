@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import llama_jax
-from llama_jax import PRESETS, advance, append, init_cache, init_params, parameter_specs
+from llama_jax import PRESETS, ArgumentError, advance, append, init_cache, init_params, parameter_specs
 from llama_jax.model import ParameterSpec
 from tests.reference import llama_numpy
 from tests.tiny import tiny_config, tiny_params
@@ -91,6 +91,15 @@ def test_nothing_is_written_past_the_end():
     assert cache.v[1][1, 1, :, 5].tolist() == [2, 2, 2, 0]
     assert not cache.k[0].any()
     assert advance(cache, jnp.array([3, 3], jnp.int32)).lengths.tolist() == [4, 3]
+
+
+def test_tokens_that_cannot_fit_are_refused():
+    config = tiny_config()
+    cache = init_cache(config, 3, 4, jnp.float32)
+    with pytest.raises(ArgumentError, match="11 tokens a row were given for a cache that holds 4"):
+        forward(tiny_params(config), jnp.asarray(TOKENS), config, cache)
+    with pytest.raises(ArgumentError, match=r"tokens has shape \(11,\)"):
+        forward(tiny_params(config), jnp.asarray(TOKENS[0]), config)
 
 
 def test_bfloat16_is_near_float32():

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llama_jax.cli import options
-from llama_jax.errors import LlamaJaxError
+from llama_jax.errors import ArgumentError, LlamaJaxError
 
 if TYPE_CHECKING:
     from llama_jax.llama import Llama
+
+_COMMANDS = ("/exit", "/clear", "/regen", "/read FILE")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,14 +28,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def read_message() -> str | None:
-    """The user's next message, without its last newline; None at the end of input."""
-    lines = []
-    prompt = "> " if sys.stdin.isatty() else ""
+    """The user's next message, without its last newline; None at the end of input or after two Ctrl-C in a row.
+
+    One Ctrl-C drops what has been typed.
+    """
+    on_terminal = sys.stdin.isatty()
+    lines: list[str] = []
+    interrupted = False
     while True:
         try:
-            line = input(prompt)
+            line = input(("... " if lines else "> ") if on_terminal else "")
         except EOFError:
+            if on_terminal:
+                print()
             return "\n".join(lines) if lines else None
+        except KeyboardInterrupt:
+            print()
+            if interrupted:
+                return None
+            interrupted, lines = True, []
+            continue
+        interrupted = False
         if not line.endswith("\\"):
             return "\n".join([*lines, line])
         lines.append(line.removesuffix("\\"))
@@ -59,36 +74,42 @@ def run(arguments: argparse.Namespace) -> None:
     sampling = options.sampling_options(arguments, model.n_ctx)
     options.compile_ahead(model, arguments.system_prompt or "", sampling)
     stream_options = sampling | dict(
-        max_tokens=None if arguments.n_predict < 0 else arguments.n_predict, stop=arguments.stop
+        max_tokens=None if arguments.n_predict < 0 else arguments.n_predict,
+        stop=[options.unescape(text) for text in arguments.stop],
     )
-    system = [{"role": "system", "content": arguments.system_prompt}] if arguments.system_prompt else []
+    system = []
+    if arguments.system_prompt:
+        system.append({"role": "system", "content": options.unescape(arguments.system_prompt)})
     messages: list[Mapping[str, str]] = [*system]
-    while True:
-        try:
-            text = read_message()
-        except KeyboardInterrupt:
-            text = None
-        if text is None or text.strip() == "/exit":
-            break
+    while (text := read_message()) is not None:
         command, _, rest = text.strip().partition(" ")
-        if command == "/clear":
-            messages = [*system]
+        if not command:
             continue
-        if not text.strip():
-            continue
+        if command == "/exit":
+            break
         try:
+            if command == "/clear":
+                messages = [*system]
+                continue
             if command == "/regen":
                 if not messages or messages[-1]["role"] != "assistant":
-                    print("There is no answer yet to give again.", file=sys.stderr)
-                    continue
+                    raise ArgumentError("There is no answer yet to give again.")
                 del messages[-1]
+                if arguments.seed != -1:
+                    arguments.seed += 1  # the same seed would give the same answer
+                    stream_options["seed"] = arguments.seed
             elif command == "/read":
+                if not rest.strip():
+                    raise ArgumentError("/read needs a file: /read FILE.")
                 messages.append({"role": "user", "content": options.read_text_file(Path(rest.strip()))})
-            else:
+            elif not command.startswith("/") or "/" in command[1:]:
                 messages.append({"role": "user", "content": text})
+            else:
+                raise ArgumentError(f"{command} is not a command; there are {', '.join(_COMMANDS)}.")
             messages.append({"role": "assistant", "content": answer(model, messages, stream_options)})
         except LlamaJaxError as error:
-            print(f"llama-jax: {error}", file=sys.stderr)
+            hint = " /clear forgets what was said." if "the context holds" in str(error) else ""
+            print(f"llama-jax: {error}{hint}", file=sys.stderr)
             while messages and messages[-1]["role"] == "user":
                 del messages[-1]
     if model.timings.prompt_tokens:

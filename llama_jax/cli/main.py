@@ -90,5 +90,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def console() -> None:
+    """The installed command: `main`, then the end of the process."""
+    code = main()
+    if code == 130:  # an interrupted computation may still run, and the interpreter's shutdown would pull it down
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    console()

@@ -10,13 +10,14 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from llama_jax.errors import ArgumentError
 
 if TYPE_CHECKING:
     from llama_jax.llama import Llama
 
+_MOST_TEXT = 1 << 28  # bytes; more would be tokenized for minutes
 _DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 
 
@@ -30,12 +31,12 @@ def add_model_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """What `load_model` reads."""
+def add_model_options(
+    parser: argparse.ArgumentParser, context: str = "tokens of context; default: the model's, at most 4096; 0: all"
+) -> None:
+    """What `load_model` reads; `context` says what -c means."""
     add_model_option(parser)
-    parser.add_argument(
-        "-c", "--ctx-size", type=int, metavar="N", help="tokens of context; default: the model's, at most 4096; 0: all"
-    )
+    parser.add_argument("-c", "--ctx-size", type=int, metavar="N", help=context)
     parser.add_argument(
         "-b", "--batch-size", type=int, default=512, metavar="N", help="prompt tokens a run; default 512"
     )
@@ -81,7 +82,7 @@ def sampling_options(arguments: argparse.Namespace, n_ctx: int) -> dict[str, Any
         top_p=arguments.top_p,
         min_p=arguments.min_p,
         repeat_penalty=arguments.repeat_penalty,
-        repeat_last_n=n_ctx if arguments.repeat_last_n == -1 else arguments.repeat_last_n,
+        repeat_last_n=n_ctx if arguments.repeat_last_n == -1 else min(arguments.repeat_last_n, n_ctx),
         seed=arguments.seed,
     )
 
@@ -108,9 +109,17 @@ def unescape(text: str) -> str:
 def read_text_file(path: Path) -> str:
     """A user's text file, UTF-8, bytes that are not become U+FFFD."""
     try:
-        return path.read_bytes().decode("utf-8", errors="replace")
+        with path.expanduser().open("rb") as file:
+            return _read_text(file, f"The file {str(path)!r}")
     except OSError as error:
         raise ArgumentError(f"The file {str(path)!r} cannot be read: {error.strerror}.") from None
+
+
+def _read_text(file: BinaryIO, name: str) -> str:
+    data = file.read(_MOST_TEXT + 1)
+    if len(data) > _MOST_TEXT:
+        raise ArgumentError(f"{name} is longer than {_MOST_TEXT >> 20} MiB, the most that is read.")
+    return data.decode("utf-8", errors="replace")
 
 
 def read_prompt(arguments: argparse.Namespace) -> str:
@@ -121,7 +130,7 @@ def read_prompt(arguments: argparse.Namespace) -> str:
         return read_text_file(arguments.file).removesuffix("\n")
     if sys.stdin.isatty():
         raise ArgumentError("There is no prompt; give one with -p TEXT, -f FILE or on standard input.")
-    return sys.stdin.buffer.read().decode("utf-8", errors="replace").removesuffix("\n")
+    return _read_text(sys.stdin.buffer, "Standard input").removesuffix("\n")
 
 
 def cache_compiled_programs() -> None:
