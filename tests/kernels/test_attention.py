@@ -11,6 +11,7 @@ from llama_jax import append_and_attend, init_cache
 from llama_jax.errors import ArgumentError
 from llama_jax.kernels import attention as attention_module
 from llama_jax.kernels.attention import attention, attention_reference
+from llama_jax.kernels.backend import TRITON
 from llama_jax.kernels.flash_attention import Tiles, Tiling, default_tiling, flash_attention
 from tests.kernels.lowering import lower_for_h200
 from tests.tiny import tiny_config
@@ -298,7 +299,7 @@ def test_default_tiles_fit_into_shared_memory(E, itemsize):
 
 def test_prompts_in_a_cache_take_the_kernel():
     config = tiny_config()
-    cache = jax.eval_shape(lambda: init_cache(config, 2, 64, jnp.bfloat16, "triton"))
+    cache = jax.eval_shape(lambda: init_cache(config, 2, 64, jnp.bfloat16, TRITON))
     q = jax.ShapeDtypeStruct((2, 16, config.n_heads, config.head_dim), jnp.bfloat16)
     new = jax.ShapeDtypeStruct((2, 16, config.n_kv_heads, config.head_dim), jnp.bfloat16)
     counts = jax.ShapeDtypeStruct((2,), jnp.int32)
