@@ -16,12 +16,20 @@ def _require(ok: bool, name: str, value: object, allowed: str) -> None:
         raise ArgumentError(f"{name} is {value!r}; it must be {allowed}.")
 
 
+def is_finite(value: object) -> bool:
+    """Whether the value is a number, and one that a float can hold."""
+    try:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an integer beyond the floats
+        return False
+
+
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_positive(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    return is_finite(value) and value > 0  # type: ignore[operator]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -130,7 +130,7 @@ def config_from_gguf(
         package does not compute.
     """
     architecture = metadata.get("general.architecture")
-    if architecture != ARCHITECTURE:
+    if not isinstance(architecture, str) or architecture != ARCHITECTURE:
         raise FormatError(f"{file}: general.architecture is {architecture!r}; only {ARCHITECTURE!r} is supported.")
     read = _Reader(metadata, file)
     _refuse_unknown(read)

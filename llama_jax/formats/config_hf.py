@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from llama_jax.config import LlamaConfig, RopeScaling
+from llama_jax.config import LlamaConfig, RopeScaling, is_finite
 from llama_jax.errors import ArgumentError, FormatError
 from llama_jax.formats.config_gguf import llama3_divisors
 
@@ -79,7 +79,7 @@ class _Reader:
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        if not is_finite(value):
             raise self.fail(key, "a finite number")
         return float(value)
 
@@ -107,9 +107,9 @@ def config_from_hf(config: Mapping[str, Any], file: str = "config.json") -> Llam
     for key, allowed in _NEUTRAL.items():
         if key in config and config[key] not in allowed:
             raise read.fail(key, " or ".join(map(repr, allowed)))
-    for layer_type in config.get("layer_types") or ():
-        if layer_type != "full_attention":
-            raise read.fail("layer_types", "absent, or 'full_attention' for every layer")
+    layer_types = config.get("layer_types") or []
+    if not isinstance(layer_types, list) or any(layer_type != "full_attention" for layer_type in layer_types):
+        raise read.fail("layer_types", "absent, or 'full_attention' for every layer")
     if kind == "llama" and config.get("sliding_window") is not None:
         raise read.fail("sliding_window", "null or absent for model type 'llama'")
     window = config.get("sliding_window", _DEFAULT_WINDOW[kind])

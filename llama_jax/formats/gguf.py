@@ -83,7 +83,7 @@ class GGUFFile:
                     raise FormatError(f"{info.file}: tensor {name!r} also stands in {self.tensors[name].file.name}.")
                 self.tensors[name] = info
         expected = self.metadata.get("split.tensors.count")
-        if count > 1 and expected is not None and expected != len(self.tensors):
+        if count > 1 and expected is not None and not _equals(expected, len(self.tensors)):
             raise FormatError(
                 f"{self.path}: the parts hold {len(self.tensors)} tensors; the first promises {expected}."
             )
@@ -104,7 +104,7 @@ class GGUFFile:
         for i, path in enumerate(paths):
             part = opened if path == self.path else self._read_part(path)
             found = (part.metadata.get("split.no"), part.metadata.get("split.count"))
-            if found != (i, count):
+            if not _equals(found[0], i) or not _equals(found[1], count):
                 raise FormatError(f"{path}: split.no and split.count are {found}; the name says {(i, count)}.")
             parts.append(part)
         return parts
@@ -294,6 +294,10 @@ class _Part:
         if offset % alignment:
             raise self._fail(f"tensor {name!r} lies at offset {offset}; it must be a multiple of {alignment}.")
         return name, (shape, t.name, math.prod(shape) // t.block_size * t.block_bytes, offset)
+
+
+def _equals(value: Any, number: int) -> bool:
+    return isinstance(value, int) and value == number
 
 
 def _decode(text: bytes) -> str | bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -185,7 +186,7 @@ class HuggingFaceModel(ModelFile):
     def __init__(self, path: Path) -> None:
         self.path = path
         config_path = path / "config.json"
-        if not config_path.is_file():
+        if not config_path.exists():
             raise FormatError(f"{path} holds no config.json.")
         self.metadata = read_json(config_path)
         self.config = config_from_hf(self.metadata, str(config_path))
@@ -217,7 +218,7 @@ def open_model(path: str | Path) -> ModelFile:
       FormatError: it is neither, damaged, or a model that this package does not compute.
     """
     path = Path(path)
-    if path.is_dir():
+    if os.path.isdir(path):
         if not any((path / name).exists() for name in ("config.json", SINGLE_FILE, INDEX_FILE)):
             raise FormatError(f"{path} is a folder without config.json; name a Hugging Face folder or a .gguf file.")
         return HuggingFaceModel(path)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import Any, TypeGuard
@@ -15,7 +16,7 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from llama_jax.errors import ArgumentError, FormatError
-from llama_jax.formats.files import MappedFile, TensorInfo, check_overlaps, describe_kind
+from llama_jax.formats.files import MappedFile, TensorInfo, check_overlaps, check_regular, describe_kind
 from llama_jax.quantization.types import BLOCK_TYPES
 
 SINGLE_FILE = "model.safetensors"
@@ -67,7 +68,7 @@ class SafetensorsFolder:
         if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
             raise FormatError(f"{index_path}: weight_map must be an object of tensor names and file names.")
         paths = {file: _inside(self.folder, file, index_path) for file in dict.fromkeys(weight_map.values())}
-        missing = [file for file, path in paths.items() if not path.is_file()]
+        missing = [file for file, path in paths.items() if not os.path.isfile(path)]
         if missing:
             raise FormatError(f"{index_path} names files that are missing: {', '.join(missing[:5])}.")
         for path in paths.values():
@@ -104,8 +105,9 @@ class SafetensorsFolder:
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; `FormatError` when it is something else or damaged."""
     try:
-        if path.stat().st_size > _MAX_JSON_BYTES:
-            raise FormatError(f"{path} has {path.stat().st_size} bytes; at most {_MAX_JSON_BYTES} are allowed.")
+        size = check_regular(path)
+        if size > _MAX_JSON_BYTES:
+            raise FormatError(f"{path} has {size} bytes; at most {_MAX_JSON_BYTES} are allowed.")
         data = path.read_bytes()
     except OSError as error:
         raise ArgumentError(f"{path} cannot be read: {error.strerror}.") from None
@@ -188,6 +190,10 @@ def _inside(folder: Path, name: str, index_path: Path) -> Path:
     root = folder.resolve()
     allowed = [root, root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [root]
     plain = name and not pure.is_absolute() and ".." not in pure.parts and "\\" not in name and "\0" not in name
-    if not plain or not any((folder / name).resolve().is_relative_to(place) for place in allowed):
+    try:
+        target = (folder / name).resolve() if plain else None
+    except (OSError, ValueError):  # a name that no file can have
+        target = None
+    if target is None or not any(target.is_relative_to(place) for place in allowed):
         raise FormatError(f"{index_path} names the file {name!r}; it must lie inside of the folder.")
     return folder / name

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -96,9 +97,9 @@ def tokenizer_from_gguf(metadata: Mapping[str, object]) -> Tokenizer:
     Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
     """
     model = metadata.get("tokenizer.ggml.model")
-    if model == "llama":
+    if isinstance(model, str) and model == "llama":
         return _sentencepiece_from_gguf(metadata)
-    if model == "gpt2":
+    if isinstance(model, str) and model == "gpt2":
         return _bpe_from_gguf(metadata)
     raise FormatError(f"tokenizer.ggml.model is {model!r}; allowed are 'llama' and 'gpt2'.")
 
@@ -127,7 +128,7 @@ def _sentencepiece_from_gguf(metadata: Mapping[str, object]) -> Tokenizer:
     from llama_jax.text.sentencepiece import SentencePieceTokenizer, build_processor
 
     texts = _texts(metadata, "tokenizer.ggml.tokens")
-    scores = [float(x) for x in _array(metadata, "tokenizer.ggml.scores")]
+    scores = [float(x) for x in _numbers(metadata, "tokenizer.ggml.scores", (int, float))]
     if len(scores) != len(texts):
         raise FormatError(f"The vocabulary has {len(texts)} tokens but {len(scores)} scores; the two must agree.")
     bad = next((i for i, score in enumerate(scores) if not math.isfinite(score)), None)
@@ -135,7 +136,7 @@ def _sentencepiece_from_gguf(metadata: Mapping[str, object]) -> Tokenizer:
         raise FormatError(f"Token {bad} has the score {scores[bad]}; only finite numbers are allowed.")
     bos, eos, unknown = (_token_id(metadata, name, i) for name, i in (("bos", 1), ("eos", 2), ("unknown", 0)))
     if "tokenizer.ggml.token_type" in metadata:
-        types = [int(x) for x in _array(metadata, "tokenizer.ggml.token_type")]
+        types = [int(x) for x in _numbers(metadata, "tokenizer.ggml.token_type", int)]
     else:
         texts, types = _legacy_tables(texts, controls=(bos, eos), unknown=unknown)
     vocabulary = make_vocabulary(
@@ -166,7 +167,7 @@ def _bpe_from_gguf(metadata: Mapping[str, object]) -> Tokenizer:
     texts = _texts(metadata, "tokenizer.ggml.tokens")
     types = [int(TokenType.NORMAL)] * len(texts)
     if "tokenizer.ggml.token_type" in metadata:
-        types = [int(x) for x in _array(metadata, "tokenizer.ggml.token_type")]
+        types = [int(x) for x in _numbers(metadata, "tokenizer.ggml.token_type", int)]
     bos, eos, unknown = (_token_id(metadata, key, None) for key in ("bos", "eos", "unknown"))
     vocabulary = make_vocabulary(
         texts,
@@ -211,6 +212,14 @@ def _array(metadata: Mapping[str, object], key: str) -> Sequence[Any]:
     return value
 
 
+def _numbers(metadata: Mapping[str, object], key: str, kinds: type | tuple[type, ...]) -> Sequence[Any]:
+    values = _array(metadata, key)
+    bad = next((v for v in values if not isinstance(v, kinds)), None)
+    if bad is not None:
+        raise FormatError(f"{key} holds {bad!r}; only numbers are allowed, for types only integers.")
+    return values
+
+
 def _texts(metadata: Mapping[str, object], key: str) -> list[str]:
     values = _array(metadata, key)
     bad = next((v for v in values if not isinstance(v, (str, bytes))), None)
@@ -223,10 +232,10 @@ def _token_id(metadata: Mapping[str, object], name: str, default: int | None) ->
     key = f"tokenizer.ggml.{name}_token_id"
     if key not in metadata:
         return default
-    try:
-        return int(metadata[key])  # type: ignore[call-overload]
-    except (TypeError, ValueError):
-        raise FormatError(f"{key} is {metadata[key]!r}; an integer is needed.") from None
+    value = metadata[key]
+    if not isinstance(value, Integral):
+        raise FormatError(f"{key} is {value!r}; an integer is needed.")
+    return int(value)
 
 
 def _end_ids(metadata: Mapping[str, object]) -> list[int]:
@@ -235,7 +244,10 @@ def _end_ids(metadata: Mapping[str, object]) -> list[int]:
 
 
 def _flag(metadata: Mapping[str, object], key: str, default: bool) -> bool:
-    return bool(metadata.get(key, default))
+    value = metadata.get(key, default)
+    if getattr(value, "ndim", 0) or isinstance(value, (str, bytes, list)):
+        raise FormatError(f"{key} is {value!r}; true or false is needed.")
+    return bool(value)
 
 
 def _chat_template(metadata: Mapping[str, object]) -> str | None:

@@ -179,6 +179,9 @@ def test_rope_scaling_of_config_json(rope, expected):
         ({"num_hidden_layers": -1}, "num_hidden_layers is -1"),
         ({"num_key_value_heads": 5}, "n_heads is 32; it must be a multiple of n_kv_heads, 5"),
         ({"rms_norm_eps": math.nan}, "rms_norm_eps is nan"),
+        ({"rope_theta": 10**400}, "rope_theta is 1000"),
+        ({"rope_scaling": {"type": "linear", "factor": 10**400}}, "factor is 1000"),
+        ({"layer_types": 5}, "layer_types is 5"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no'"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'; it must be one of default, linear"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "'longrope'"),
@@ -273,6 +276,9 @@ def test_gguf_metadata(changes, expected):
         ({"llama.rope.scaling.factor": math.inf}, "factor is inf"),
         ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": -4.0}, "-4.0"),
         ({"llama.rope.freq_base": math.nan}, "freq_base is nan"),
+        ({"general.architecture": np.array([1, 2])}, "general.architecture is "),
+        ({"llama.rope.scaling.type": np.array([1, 2])}, "scaling.type is "),
+        ({"llama.attention.causal": np.array([True, False])}, "causal is "),
     ],
 )
 def test_gguf_metadata_that_is_refused(changes, message):
