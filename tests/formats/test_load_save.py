@@ -282,7 +282,7 @@ def test_paths_that_are_no_models(tmp_path):
 
 @pytest.mark.parametrize("name", ["fifo.gguf", "folder/config.json", "folder/model.safetensors"])
 def test_pipes_and_devices_are_never_opened(tmp_path, name):
-    save_hf(tmp_path / "folder", tiny_config(), random_params(tiny_config()))
+    save_hf(tmp_path / "folder", random_params(tiny_config()), tiny_config())
     path = tmp_path / name
     path.unlink(missing_ok=True)
     os.mkfifo(path)
