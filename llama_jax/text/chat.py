@@ -7,7 +7,7 @@ from functools import lru_cache
 from reprlib import repr  # shortens what it shows
 from typing import Any
 
-from jinja2 import Template
+from jinja2 import Template, UndefinedError
 
 from llama_jax.errors import ArgumentError, FormatError
 from llama_jax.text.sandbox import MAX_TEXT, Sandbox, TemplateRefusedError, start_budget
@@ -63,6 +63,13 @@ def render_chat(
         return "".join(_bounded(compiled.generate(variables)))
     except TemplateRefusedError as error:
         raise ArgumentError(f"The chat template refuses the messages: {_sentence(error)}.") from error
+    except (TypeError, UndefinedError) as error:
+        empty = next((i for i, message in enumerate(messages) if message.get("content") is None), None)
+        if empty is None:
+            raise FormatError(f"The chat template cannot be used: {_sentence(error)}.") from error
+        raise ArgumentError(
+            f"Message {empty} has no content, which the chat template may need: {_sentence(error)}."
+        ) from error
     except Exception as error:  # templates are programs: anything can go wrong in them
         raise FormatError(f"The chat template cannot be used: {_sentence(error)}.") from error
 
