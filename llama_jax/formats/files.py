@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from llama_jax.config import shown
 from llama_jax.errors import ArgumentError, FormatError
 
 
@@ -117,7 +118,7 @@ def describe_kind(head: bytes) -> str:
             return words
     if len(head) > 9 and head[8:9] == b"{" and int.from_bytes(head[:8], "little") < 1 << 40:
         return "a safetensors file"
-    return f"of an unknown kind; its first bytes are {head[:4]!r}"
+    return f"of an unknown kind; its first bytes are {shown(head[:4])}"
 
 
 def check_overlaps(tensors: Iterable[TensorInfo]) -> None:
@@ -125,4 +126,4 @@ def check_overlaps(tensors: Iterable[TensorInfo]) -> None:
     ordered = sorted((t for t in tensors if t.nbytes), key=lambda t: (str(t.file), t.offset))
     for before, after in pairwise(ordered):
         if before.file == after.file and before.offset + before.nbytes > after.offset:
-            raise FormatError(f"{after.file}: the data of {before.name!r} and {after.name!r} overlap.")
+            raise FormatError(f"{after.file}: the data of {shown(before.name)} and {shown(after.name)} overlap.")

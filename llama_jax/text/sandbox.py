@@ -2,8 +2,8 @@
 
 Jinja's sandbox keeps a template away from Python's internals. This one also keeps it from running or growing without
 end: every operation and everything it makes is paid for out of a budget, no string may exceed `MAX_TEXT` characters,
-and the clock is looked at between operations. Since Python cannot be stopped inside one operation, each has to be short:
-lists are walked before they are compared or sorted, tuples do not nest, and integers stay small.
+and the clock is looked at between operations. Since Python cannot be stopped inside one operation, each has to be
+short: lists are walked before they are compared or sorted, tuples do not nest, and integers stay small.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ _METHODS = """
     zfill
 """
 _SAFE_METHODS = frozenset(_METHODS.split())
-_COMPARING_FILTERS = frozenset("sort unique groupby min max dictsort".split())
+_COMPARING_FILTERS = frozenset(["sort", "unique", "groupby", "min", "max", "dictsort"])
 _COMPARING_TESTS = frozenset(
-    "in == eq equalto != ne > gt greaterthan >= ge < lt lessthan <= le".split()
+    ["in", "==", "eq", "equalto", "!=", "ne", ">", "gt", "greaterthan", ">=", "ge", "<", "lt", "lessthan", "<=", "le"]
 )
-_PASSING = frozenset("abs attr d default first float int last length count get".split())
+_PASSING = frozenset(["abs", "attr", "d", "default", "first", "float", "int", "last", "length", "count", "get"])
 """Filters and methods that make nothing, but hand on what is there."""
 
 
@@ -104,7 +104,7 @@ def to_text(value: Any) -> str:
 
 
 def _walk(value: Any, indent: int = 0, margin: int = 0) -> None:
-    """Pay for every item in a nest of lists and mappings, each time it occurs, and for margins that grow by `indent`."""
+    """Pay for every item of a nest of lists and mappings, each time it occurs, and for margins growing by `indent`."""
     if isinstance(value, Mapping):
         value = [*value.keys(), *value.values()]
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -135,9 +135,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         )
         standard = self.filters
         self.filters = {name: _metered(name, standard[name]) for name in _FILTERS.split()}
-        self.tests = {
-            name: _comparing(test) if name in _COMPARING_TESTS else test for name, test in self.tests.items()
-        }
+        self.tests = {name: _comparing(test) if name in _COMPARING_TESTS else test for name, test in self.tests.items()}
         self.filters |= {
             "_loop": _loop,
             "_compared": _compared,

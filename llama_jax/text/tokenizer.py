@@ -10,6 +10,7 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any, Protocol
 
+from llama_jax.config import plain, shown
 from llama_jax.errors import FormatError
 from llama_jax.text.vocabulary import TokenType, make_vocabulary, raw_text
 
@@ -101,7 +102,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, object]) -> Tokenizer:
         return _sentencepiece_from_gguf(metadata)
     if isinstance(model, str) and model == "gpt2":
         return _bpe_from_gguf(metadata)
-    raise FormatError(f"tokenizer.ggml.model is {model!r}; allowed are 'llama' and 'gpt2'.")
+    raise FormatError(f"tokenizer.ggml.model is {shown(model)}; allowed are 'llama' and 'gpt2'.")
 
 
 def tokenizer_from_folder(folder: Path) -> Tokenizer:
@@ -162,7 +163,7 @@ def _bpe_from_gguf(metadata: Mapping[str, object]) -> Tokenizer:
         logger.warning("tokenizer.ggml.pre is missing: words are cut by the default rule, ids may be slightly off")
         name = "default"
     if not isinstance(name, str) or name not in PRE_TOKENIZERS:
-        raise FormatError(f"tokenizer.ggml.pre is {name!r}; allowed are {', '.join(map(repr, PRE_TOKENIZERS))}.")
+        raise FormatError(f"tokenizer.ggml.pre is {shown(name)}; allowed are {', '.join(map(repr, PRE_TOKENIZERS))}.")
     pre_tokenizer = PRE_TOKENIZERS[name]
     texts = _texts(metadata, "tokenizer.ggml.tokens")
     types = [int(TokenType.NORMAL)] * len(texts)
@@ -216,7 +217,7 @@ def _numbers(metadata: Mapping[str, object], key: str, kinds: type | tuple[type,
     values = _array(metadata, key)
     bad = next((v for v in values if not isinstance(v, kinds)), None)
     if bad is not None:
-        raise FormatError(f"{key} holds {bad!r}; only numbers are allowed, for types only integers.")
+        raise FormatError(f"{key} holds {shown(bad)}; only numbers are allowed, for types only integers.")
     return values
 
 
@@ -224,7 +225,7 @@ def _texts(metadata: Mapping[str, object], key: str) -> list[str]:
     values = _array(metadata, key)
     bad = next((v for v in values if not isinstance(v, (str, bytes))), None)
     if bad is not None:
-        raise FormatError(f"{key} holds {bad!r}; only strings are allowed.")
+        raise FormatError(f"{key} holds {shown(bad)}; only strings are allowed.")
     return [raw_text(value) for value in values]
 
 
@@ -234,7 +235,7 @@ def _token_id(metadata: Mapping[str, object], name: str, default: int | None) ->
         return default
     value = metadata[key]
     if not isinstance(value, Integral):
-        raise FormatError(f"{key} is {value!r}; an integer is needed.")
+        raise FormatError(f"{key} is {shown(value)}; an integer is needed.")
     return int(value)
 
 
@@ -246,7 +247,7 @@ def _end_ids(metadata: Mapping[str, object]) -> list[int]:
 def _flag(metadata: Mapping[str, object], key: str, default: bool) -> bool:
     value = metadata.get(key, default)
     if getattr(value, "ndim", 0) or isinstance(value, (str, bytes, list)):
-        raise FormatError(f"{key} is {value!r}; true or false is needed.")
+        raise FormatError(f"{key} is {shown(value)}; true or false is needed.")
     return bool(value)
 
 
@@ -322,7 +323,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise FormatError(f"{path} is not JSON: {error}.") from error
+        raise FormatError(f"{path} is not JSON: {plain(error, 300)}.") from error
     if not isinstance(value, dict):
         raise FormatError(f"{path} holds {type(value).__name__}; a JSON object is needed.")
     return value
@@ -354,7 +355,9 @@ def _added_tokens(folder: Path, config: Mapping[str, Any]) -> dict[int, tuple[st
             kind = TokenType.CONTROL if token.get("special") else TokenType.USER_DEFINED
             added[int(key)] = (str(token["content"]), kind)
     except (AttributeError, KeyError, ValueError) as error:
-        raise FormatError(f"added_tokens_decoder in {folder / 'tokenizer_config.json'} is damaged: {error}.") from error
+        raise FormatError(
+            f"added_tokens_decoder in {folder / 'tokenizer_config.json'} is damaged: {plain(error, 300)}."
+        ) from error
     return added
 
 

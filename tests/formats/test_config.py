@@ -198,6 +198,28 @@ def test_config_json_that_is_refused(changes, message):
     assert str(caught.value).startswith("folder/config.json: ")
 
 
+@pytest.mark.parametrize("name", ["\x1b[2J\nevil", "long" * 9999])
+def test_errors_are_short_and_without_control_characters(name):
+    def error_of(function, *arguments):
+        with pytest.raises(FormatError) as caught:
+            function(*arguments)
+        return str(caught.value)
+
+    plain = gguf_metadata(PRESETS["llama-2-7b"])
+    for message in (
+        error_of(config_from_hf, BASE | {"model_type": name}),
+        error_of(config_from_hf, BASE | {"model_type": [name] * 99}),
+        error_of(config_from_hf, BASE | {"hidden_act": {name: name}}),
+        error_of(config_from_hf, BASE | {"rope_scaling": {"type": "linear", "factor": 2.0, name: 1}}),
+        error_of(config_from_hf, BASE | {"vocab_size": name}),
+        error_of(config_from_gguf, plain | {"general.architecture": name}, {}),
+        error_of(config_from_gguf, plain | {f"llama.{name}": 1}, {}),
+        error_of(config_from_gguf, plain | {"llama.rope.scaling.type": [name] * 99}, {}),
+    ):
+        assert message.isprintable()
+        assert len(message) < 300
+
+
 def test_defaults_of_config_json():
     required = sizes(64, 128, 2, 4) | {"vocab_size": 96}
     llama = config_from_hf(required | {"architectures": ["LlamaForCausalLM"]})

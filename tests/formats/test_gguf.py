@@ -230,12 +230,12 @@ def test_damaged_splits(tmp_path, parts, message):
 def test_split_keys_that_are_arrays(tmp_path):
     pair = struct.pack("<IQ2I", 4, 2, 0, 2)
     content = document([key_value(f"split.{key}", 9, pair) for key in ("no", "count", "tensors.count")])
-    with pytest.raises(FormatError, match="split.count is "):
+    with pytest.raises(FormatError, match=r"split\.count is "):
         GGUFFile(write(tmp_path, content))
     values = [key_value("split.no", 9, pair), key_value("split.count", 2, struct.pack("<H", 2))]
     for i in (1, 2):
         path = write(tmp_path, document(values), f"m-0000{i}-of-00002.gguf")
-    with pytest.raises(FormatError, match="split.no and split.count are "):
+    with pytest.raises(FormatError, match=r"split\.no and split\.count are "):
         GGUFFile(path)
 
 

@@ -63,10 +63,19 @@ def test_llama2_template() -> None:
         ("{{ [{'n': 'q'}] | map(attribute='n') | list }}{{ ['x'] | map('upper') | first }}", "['q']X"),
         ("{% set b %}in{{ 1 }}{% endset %}{{ b * 2 }}{{ 2 ** 10 }}", "in1in11024"),
         ("{{ nothing }}{{ nothing is defined }}{{ tools is none }}{{ extra }}", "FalseTrueE"),
-        ("{{ messages[1:] }}{{ 'abc'[::-1] }}{{ [1, 2, 3][:2] + [4] }}{{ messages[0]['content'][-2:] }}", "[]cba[1, 2, 4]lo"),
-        ("{% set a, b = 1, 2 %}{% for x, y in [(a, b), (3, 4)] %}{{ x + y }}{% endfor %}{{ {'a': 1}.items() | list }}",
-         "37[('a', 1)]"),
-        ("{{ [3, 1, 2] | sort | join }}{{ [1, 1] | unique | list }}{{ [1, 2] | sum }}{{ '<' | e }}{{ 1 in [1] }}", "123[1]3&lt;True"),
+        (
+            "{{ messages[1:] }}{{ 'abc'[::-1] }}{{ [1, 2, 3][:2] + [4] }}{{ messages[0]['content'][-2:] }}",
+            "[]cba[1, 2, 4]lo",
+        ),
+        (
+            "{% set a, b = 1, 2 %}{% for x, y in [(a, b), (3, 4)] %}{{ x + y }}{% endfor %}"
+            "{{ {'a': 1}.items() | list }}",
+            "37[('a', 1)]",
+        ),
+        (
+            "{{ [3, 1, 2] | sort | join }}{{ [1, 1] | unique | list }}{{ [1, 2] | sum }}{{ '<' | e }}{{ 1 in [1] }}",
+            "123[1]3&lt;True",
+        ),
         ("{{ {'a': 1} == dict(a=1) }}{{ {'b': 1, 'a': 2} | dictsort }}{{ 1 < 2 < 3 }}", "True[('a', 2), ('b', 1)]True"),
         ("{{ messages | selectattr('role', 'equalto', 'user') | list | length }}{{ 'a' is in 'ab' }}", "1True"),
         ("{{ {'a': [1]} | tojson(separators=(',', ':')) }}{{ 'xxaxx'.strip('x') }}{{ 'a' | safe }}", '{"a":[1]}aa'),
@@ -167,7 +176,8 @@ DOUBLING = "{%% set n = namespace(x='ab') %%}{%% for i in range(99) %%}%s{%% end
         TWINS % "{{ [ns.a].index(ns.b) }}",
         TWINS % "{{ [ns.a] | select('in', [ns.b]) | list }}",
         "{% set s = ['a' * 4000000] * 9999 %}{{ s | map('upper') | sort | length }}",
-        "{% set ns = namespace(t=(1,)) %}{% for i in range(60) %}{% set ns.t = (ns.t, ns.t) %}{% endfor %}{{ {ns.t: 1} }}",
+        "{% set ns = namespace(t=(1,)) %}{% for i in range(60) %}{% set ns.t = (ns.t, ns.t) %}{% endfor %}"
+        "{{ {ns.t: 1} }}",
         "{% macro f() %}{% set ns.t = varargs %}{% endmacro %}{% set ns = namespace(t=(1,)) %}"
         "{% for i in range(60) %}{{ f(ns.t, ns.t) }}{% endfor %}{{ {ns.t: 1} }}",
         "{{ ([[1]] * 99999 * 9) | sum(start=[]) | length }}",
