@@ -4,16 +4,43 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal, get_args
+import reprlib
+from typing import Any, Literal, get_args
 
 from llama_jax.errors import ArgumentError
 
 RopeKind = Literal["none", "linear", "llama3", "yarn"]
 
 
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = _REPR.maxlong = 100
+
+
+def shown(value: Any, limit: int = 100) -> str:
+    """A value from a file as an error may show it: its `repr`, so that control characters are escaped, shortened."""
+    if getattr(value, "ndim", 0):
+        value = value[:7].tolist()
+    text = repr(value[: limit + 1]) if isinstance(value, (str, bytes)) else _REPR.repr(value)
+    return text if len(text) <= limit + 2 else text[: limit - 3] + "..."
+
+
+def plain(text: object, limit: int = 100) -> str:
+    """As `shown`, without quotes: for names inside of a longer one, and for other libraries' messages."""
+    text = repr(" ".join(str(text)[: 4 * limit].split()))[1:-1].replace("\\'", "'")
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
 def _require(ok: bool, name: str, value: object, allowed: str) -> None:
     if not ok:
-        raise ArgumentError(f"{name} is {value!r}; it must be {allowed}.")
+        raise ArgumentError(f"{name} is {shown(value)}; it must be {allowed}.")
+
+
+def is_finite(value: object) -> bool:
+    """Whether the value is a number, and one that a float can hold."""
+    try:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an integer beyond the floats
+        return False
 
 
 def _is_int(value: object) -> bool:
@@ -21,7 +48,7 @@ def _is_int(value: object) -> bool:
 
 
 def _is_positive(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    return is_finite(value) and value > 0  # type: ignore[operator]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from llama_jax.config import LlamaConfig, RopeScaling
+from llama_jax.config import LlamaConfig, RopeScaling, plain, shown
 from llama_jax.errors import ArgumentError, FormatError
 from llama_jax.formats.names import GGUF_TOP
 
@@ -80,7 +80,7 @@ class _Reader:
 
     def fail(self, key: str, allowed: str) -> FormatError:
         value = self.metadata.get(f"{ARCHITECTURE}.{key}")
-        return FormatError(f"{self.file}: {ARCHITECTURE}.{key} is {_short(value)}; it must be {allowed}.")
+        return FormatError(f"{self.file}: {ARCHITECTURE}.{key} is {shown(value)}; it must be {allowed}.")
 
     def value(self, key: str, default: Any = None) -> Any:
         """A value; of an array whose elements are all equal, that element."""
@@ -130,8 +130,10 @@ def config_from_gguf(
         package does not compute.
     """
     architecture = metadata.get("general.architecture")
-    if architecture != ARCHITECTURE:
-        raise FormatError(f"{file}: general.architecture is {architecture!r}; only {ARCHITECTURE!r} is supported.")
+    if not isinstance(architecture, str) or architecture != ARCHITECTURE:
+        raise FormatError(
+            f"{file}: general.architecture is {shown(architecture)}; only {shown(ARCHITECTURE)} is supported."
+        )
     read = _Reader(metadata, file)
     _refuse_unknown(read)
     d_model = read.integer("embedding_length")
@@ -176,7 +178,9 @@ def _refuse_unknown(read: _Reader) -> None:
             if value not in _NEUTRAL[key]:
                 raise read.fail(key, " or ".join(map(repr, _NEUTRAL[key])))
         elif key not in _READ and key not in _HARMLESS:
-            raise FormatError(f"{read.file}: the key {full_key} is not known, so the model might be computed wrongly.")
+            raise FormatError(
+                f"{read.file}: the key {plain(full_key)} is not known, so the model might be computed wrongly."
+            )
 
 
 def _head_dim(read: _Reader, d_model: int, n_heads: int) -> int:
@@ -272,8 +276,3 @@ def llama3_divisors(config: LlamaConfig) -> np.ndarray:
     share = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     share = np.clip(share, 0.0, 1.0)
     return (1.0 / ((1.0 - share) / scaling.factor + share)).astype(np.float32)
-
-
-def _short(value: Any) -> str:
-    text = repr(value.tolist() if isinstance(value, np.ndarray) else value)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from llama_jax.config import LlamaConfig, RopeScaling
+from llama_jax.config import LlamaConfig, RopeScaling, is_finite, plain, shown
 from llama_jax.errors import ArgumentError, FormatError
 from llama_jax.formats.config_gguf import llama3_divisors
 
@@ -65,9 +65,7 @@ class _Reader:
         self.place = place
 
     def fail(self, key: str, allowed: str) -> FormatError:
-        text = repr(self.values.get(key))
-        text = text if len(text) <= 80 else text[:77] + "..."
-        return FormatError(f"{self.file}: {self.place}{key} is {text}; it must be {allowed}.")
+        return FormatError(f"{self.file}: {self.place}{key} is {shown(self.values.get(key))}; it must be {allowed}.")
 
     def integer(self, key: str, default: int | None = None) -> int:
         value = self._get(key, default)
@@ -79,7 +77,7 @@ class _Reader:
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        if not is_finite(value):
             raise self.fail(key, "a finite number")
         return float(value)
 
@@ -107,9 +105,9 @@ def config_from_hf(config: Mapping[str, Any], file: str = "config.json") -> Llam
     for key, allowed in _NEUTRAL.items():
         if key in config and config[key] not in allowed:
             raise read.fail(key, " or ".join(map(repr, allowed)))
-    for layer_type in config.get("layer_types") or ():
-        if layer_type != "full_attention":
-            raise read.fail("layer_types", "absent, or 'full_attention' for every layer")
+    layer_types = config.get("layer_types") or []
+    if not isinstance(layer_types, list) or any(layer_type != "full_attention" for layer_type in layer_types):
+        raise read.fail("layer_types", "absent, or 'full_attention' for every layer")
     if kind == "llama" and config.get("sliding_window") is not None:
         raise read.fail("sliding_window", "null or absent for model type 'llama'")
     window = config.get("sliding_window", _DEFAULT_WINDOW[kind])
@@ -150,9 +148,11 @@ def _model_type(config: Mapping[str, Any], file: str) -> str:
     if kind is None:
         kind = next((k for k, name in _ARCHITECTURES.items() if architectures == [name]), None)
     if not isinstance(kind, str) or kind not in _ARCHITECTURES:
-        raise FormatError(f"{file}: model_type is {kind!r}; it must be 'llama' or 'mistral'.")
+        raise FormatError(f"{file}: model_type is {shown(kind)}; it must be 'llama' or 'mistral'.")
     if architectures and architectures != [_ARCHITECTURES[kind]]:
-        raise FormatError(f"{file}: architectures is {architectures!r}; it must be [{_ARCHITECTURES[kind]!r}].")
+        raise FormatError(
+            f"{file}: architectures is {shown(architectures)}; it must be [{shown(_ARCHITECTURES[kind])}]."
+        )
     return kind
 
 
@@ -161,19 +161,21 @@ def _rope(config: Mapping[str, Any], context_length: int, file: str) -> tuple[fl
     place = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
     rope = config.get(place) or {}
     if not isinstance(rope, Mapping):
-        raise FormatError(f"{file}: {place} is {rope!r}; it must be an object or null.")
+        raise FormatError(f"{file}: {place} is {shown(rope)}; it must be an object or null.")
     read = _Reader(rope, file, f"{place}.")
     theta = read.number("rope_theta", _Reader(config, file).number("rope_theta", 10000.0))
     kind = rope.get("rope_type", rope.get("type", "default"))
     if not isinstance(kind, str) or kind not in _ROPE_KEYS:
-        raise FormatError(f"{file}: the rope type in {place} is {kind!r}; it must be one of {', '.join(_ROPE_KEYS)}.")
+        raise FormatError(
+            f"{file}: the rope type in {place} is {shown(kind)}; it must be one of {', '.join(_ROPE_KEYS)}."
+        )
     if rope.get("partial_rotary_factor") not in (None, 1):
         raise read.fail("partial_rotary_factor", "1 or absent")
     if kind == "default":
         return theta, RopeScaling()
     for key in rope:
         if key not in _ROPE_KEYS[kind] | _ROPE_KEYS_OF_ALL:
-            raise FormatError(f"{file}: {place}.{key} is not a key of rope type {kind!r}.")
+            raise FormatError(f"{file}: {place}.{plain(key)} is not a key of rope type {shown(kind)}.")
     try:
         return theta, _scaling(kind, read, config, context_length)
     except ArgumentError as error:

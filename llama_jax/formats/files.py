@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import mmap
+import stat
 from collections.abc import Iterable
 from contextlib import suppress
 from itertools import pairwise
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from llama_jax.config import shown
 from llama_jax.errors import ArgumentError, FormatError
 
 
@@ -40,16 +42,13 @@ class MappedFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        if path.is_dir():
-            raise FormatError(f"{path} is a directory; a single model file is needed here.")
+        check_regular(path)
         try:
             with path.open("rb") as file:
                 self.size = file.seek(0, 2)
                 if self.size == 0:
                     raise FormatError(f"{path} is empty.")
                 self._map: mmap.mmap | None = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except FileNotFoundError:
-            raise ArgumentError(f"{path} does not exist.") from None
         except OSError as error:
             raise ArgumentError(f"{path} cannot be read: {error.strerror}.") from None
 
@@ -70,6 +69,26 @@ class MappedFile:
             with suppress(BufferError):  # arrays still use it
                 self._map.close()
             self._map = None
+
+
+def check_regular(path: Path) -> int:
+    """The size of a file in bytes.
+
+    Raises:
+      ArgumentError: there is no such file, or it cannot be reached.
+      FormatError: it is a directory, or a pipe, device or socket, which might be read forever.
+    """
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        raise ArgumentError(f"{path} does not exist.") from None
+    except (OSError, ValueError) as error:  # ValueError: a zero byte or half a surrogate pair
+        raise ArgumentError(f"{path} cannot be read: {getattr(error, 'strerror', error)}.") from None
+    if stat.S_ISDIR(status.st_mode):
+        raise FormatError(f"{path} is a directory; a single model file is needed here.")
+    if not stat.S_ISREG(status.st_mode):
+        raise FormatError(f"{path} is not a regular file.")
+    return status.st_size
 
 
 _FOREIGN = (
@@ -99,7 +118,7 @@ def describe_kind(head: bytes) -> str:
             return words
     if len(head) > 9 and head[8:9] == b"{" and int.from_bytes(head[:8], "little") < 1 << 40:
         return "a safetensors file"
-    return f"of an unknown kind; its first bytes are {head[:4]!r}"
+    return f"of an unknown kind; its first bytes are {shown(head[:4])}"
 
 
 def check_overlaps(tensors: Iterable[TensorInfo]) -> None:
@@ -107,4 +126,4 @@ def check_overlaps(tensors: Iterable[TensorInfo]) -> None:
     ordered = sorted((t for t in tensors if t.nbytes), key=lambda t: (str(t.file), t.offset))
     for before, after in pairwise(ordered):
         if before.file == after.file and before.offset + before.nbytes > after.offset:
-            raise FormatError(f"{after.file}: the data of {before.name!r} and {after.name!r} overlap.")
+            raise FormatError(f"{after.file}: the data of {shown(before.name)} and {shown(after.name)} overlap.")

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from llama_jax.config import shown
 from llama_jax.errors import ArgumentError, FormatError
 from llama_jax.formats.files import MappedFile, TensorInfo, check_overlaps, describe_kind
 from llama_jax.quantization.types import BLOCK_TYPES, BLOCK_TYPES_BY_ID, UNSUPPORTED_TYPE_NAMES
@@ -74,16 +75,18 @@ class GGUFFile:
         first = self._read_part(self.path)
         count = first.metadata.get("split.count", 0)
         if not isinstance(count, int) or not 0 <= count <= 99999:
-            raise FormatError(f"{self.path}: split.count is {count!r}; it must be an integer from 0 to 99999.")
+            raise FormatError(f"{self.path}: split.count is {shown(count)}; it must be an integer from 0 to 99999.")
         parts = [first] if count <= 1 else self._read_split(first, count)
         self.metadata = parts[0].metadata
         for part in parts:
             for name, info in part.tensors.items():
                 if name in self.tensors:
-                    raise FormatError(f"{info.file}: tensor {name!r} also stands in {self.tensors[name].file.name}.")
+                    raise FormatError(
+                        f"{info.file}: tensor {shown(name)} also stands in {self.tensors[name].file.name}."
+                    )
                 self.tensors[name] = info
         expected = self.metadata.get("split.tensors.count")
-        if count > 1 and expected is not None and expected != len(self.tensors):
+        if count > 1 and expected is not None and not _equals(expected, len(self.tensors)):
             raise FormatError(
                 f"{self.path}: the parts hold {len(self.tensors)} tensors; the first promises {expected}."
             )
@@ -104,7 +107,7 @@ class GGUFFile:
         for i, path in enumerate(paths):
             part = opened if path == self.path else self._read_part(path)
             found = (part.metadata.get("split.no"), part.metadata.get("split.count"))
-            if found != (i, count):
+            if not _equals(found[0], i) or not _equals(found[1], count):
                 raise FormatError(f"{path}: split.no and split.count are {found}; the name says {(i, count)}.")
             parts.append(part)
         return parts
@@ -116,7 +119,7 @@ class GGUFFile:
     def raw(self, name: str) -> np.ndarray:
         """The packed bytes of a tensor: a read-only view of the map, uint8 [nbytes]."""
         if name not in self.tensors:
-            raise ArgumentError(f"{self.path} has no tensor {name!r}.")
+            raise ArgumentError(f"{self.path} has no tensor {shown(name)}.")
         info = self.tensors[name]
         if info.file not in self._maps:
             raise ArgumentError(f"{self.path} has been closed.")
@@ -195,21 +198,21 @@ class _Part:
     def _read_key_value(self) -> None:
         key = self._string("a metadata key")
         if not isinstance(key, str) or not key:
-            raise self._fail(f"a metadata key is {key!r}; it must be non-empty UTF-8 text.")
+            raise self._fail(f"a metadata key is {shown(key)}; it must be non-empty UTF-8 text.")
         if key in self.metadata:
-            raise self._fail(f"the metadata key {key!r} stands twice.")
-        kind = self._scalar(_U32, f"the value of {key!r}")
+            raise self._fail(f"the metadata key {shown(key)} stands twice.")
+        kind = self._scalar(_U32, f"the value of {shown(key)}")
         if kind == _STRING:
-            self.metadata[key] = self._string(f"the value of {key!r}")
+            self.metadata[key] = self._string(f"the value of {shown(key)}")
         elif kind == _ARRAY:
             self.metadata[key] = self._array(key)
         elif kind in _SCALARS:
-            self.metadata[key] = self._scalar(_SCALARS[kind][0], f"the value of {key!r}")
+            self.metadata[key] = self._scalar(_SCALARS[kind][0], f"the value of {shown(key)}")
         else:
-            raise self._fail(f"the value of {key!r} has type {kind}; GGUF knows 0 to 12.")
+            raise self._fail(f"the value of {shown(key)} has type {kind}; GGUF knows 0 to 12.")
 
     def _array(self, key: str) -> list[str | bytes] | np.ndarray:
-        what = f"the array {key!r}"
+        what = f"the array {shown(key)}"
         kind = self._scalar(_U32, what)
         count = self._scalar(_U64, what)
         if kind == _STRING:
@@ -223,8 +226,8 @@ class _Part:
             self._at += dtype.itemsize * count
             return values
         if kind == _ARRAY:
-            raise self._fail(f"the value of {key!r} is an array of arrays; that is not supported.")
-        raise self._fail(f"the array {key!r} has elements of type {kind}; GGUF knows 0 to 12.")
+            raise self._fail(f"the value of {shown(key)} is an array of arrays; that is not supported.")
+        raise self._fail(f"the array {shown(key)} has elements of type {kind}; GGUF knows 0 to 12.")
 
     def _strings(self, count: int, what: str) -> list[str | bytes]:
         # The hot loop of opening a file: hundreds of thousands of short strings.
@@ -252,19 +255,19 @@ class _Part:
     def _read_tensors(self, count: int) -> dict[str, TensorInfo]:
         alignment = self.metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):
-            raise self._fail(f"general.alignment is {alignment!r}; it must be a power of two.")
+            raise self._fail(f"general.alignment is {shown(alignment)}; it must be a power of two.")
         headers: dict[str, tuple[tuple[int, ...], str, int, int]] = {}
         for _ in range(count):
             name, header = self._tensor_header(alignment)
             if name in headers:
-                raise self._fail(f"the tensor name {name!r} stands twice.")
+                raise self._fail(f"the tensor name {shown(name)} stands twice.")
             headers[name] = header
         data_start = -(-self._at // alignment) * alignment
         tensors = {}
         for name, (shape, type_name, nbytes, offset) in headers.items():
             if data_start + offset + nbytes > self._size:
                 raise self._fail(
-                    f"the data of tensor {name!r} end at byte {data_start + offset + nbytes}; "
+                    f"the data of tensor {shown(name)} end at byte {data_start + offset + nbytes}; "
                     f"the file has {self._size}, so it is cut short or damaged."
                 )
             tensors[name] = TensorInfo(name, shape, type_name, nbytes, data_start + offset, self.path)
@@ -274,26 +277,30 @@ class _Part:
     def _tensor_header(self, alignment: int) -> tuple[str, tuple[tuple[int, ...], str, int, int]]:
         name = self._string("a tensor name")
         if not isinstance(name, str) or not 0 < len(name.encode()) <= _MAX_NAME_BYTES:
-            raise self._fail(f"a tensor name is {name[:80]!r}; it must be UTF-8 text of 1 to {_MAX_NAME_BYTES} bytes.")
-        what = f"the description of tensor {name!r}"
+            raise self._fail(f"a tensor name is {shown(name)}; it must be UTF-8 text of 1 to {_MAX_NAME_BYTES} bytes.")
+        what = f"the description of tensor {shown(name)}"
         n_dims = self._scalar(_U32, what)
         if n_dims > _MAX_DIMS:
-            raise self._fail(f"tensor {name!r} has {n_dims} axes; at most {_MAX_DIMS} are allowed.")
+            raise self._fail(f"tensor {shown(name)} has {n_dims} axes; at most {_MAX_DIMS} are allowed.")
         shape = tuple(self._scalar(_U64, what) for _ in range(n_dims))[::-1]
         type_id = self._scalar(_U32, what)
         offset = self._scalar(_U64, what)
         if type_id not in BLOCK_TYPES_BY_ID:
             known = UNSUPPORTED_TYPE_NAMES.get(type_id, f"number {type_id}")
-            raise self._fail(f"tensor {name!r} has type {known}; supported are {', '.join(BLOCK_TYPES)}.")
+            raise self._fail(f"tensor {shown(name)} has type {known}; supported are {', '.join(BLOCK_TYPES)}.")
         t = BLOCK_TYPES_BY_ID[type_id]
         columns = shape[-1] if shape else 1
         if columns % t.block_size:
             raise self._fail(
-                f"tensor {name!r} has rows of {columns} values; type {t.name} needs a multiple of {t.block_size}."
+                f"tensor {shown(name)} has rows of {columns} values; type {t.name} needs a multiple of {t.block_size}."
             )
         if offset % alignment:
-            raise self._fail(f"tensor {name!r} lies at offset {offset}; it must be a multiple of {alignment}.")
+            raise self._fail(f"tensor {shown(name)} lies at offset {offset}; it must be a multiple of {alignment}.")
         return name, (shape, t.name, math.prod(shape) // t.block_size * t.block_bytes, offset)
+
+
+def _equals(value: Any, number: int) -> bool:
+    return isinstance(value, int) and value == number
 
 
 def _decode(text: bytes) -> str | bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from llama_jax.config import LlamaConfig
+from llama_jax.config import LlamaConfig, plain, shown
 from llama_jax.errors import ArgumentError, FormatError
 from llama_jax.formats import names
 from llama_jax.formats.config_gguf import config_from_gguf
@@ -94,7 +95,9 @@ class ModelFile(ABC):
         info = self._info(path)
         t = BLOCK_TYPES.get(info.type_name)
         if t is None or (t.dtype is not None and t.name not in ("F32", "F16", "BF16", "F64")):
-            raise FormatError(f"{info.file}: tensor {info.name!r} has type {info.type_name}, which holds no weights.")
+            raise FormatError(
+                f"{info.file}: tensor {shown(info.name)} has type {info.type_name}, which holds no weights."
+            )
         wanted = np.dtype(dtype if dtype is not None else (t.dtype or np.float32))
         if dtype is not None and wanted not in (np.float32, np.float16, BFLOAT16):
             raise ArgumentError(f"The dtype is {wanted}; it must be float32, bfloat16 or float16.")
@@ -122,7 +125,7 @@ class ModelFile(ABC):
 
     def _info(self, path: str) -> TensorInfo:
         if path not in self.tensors:
-            raise ArgumentError(f"{self.path} has no parameter {path!r}.")
+            raise ArgumentError(f"{self.path} has no parameter {shown(path)}.")
         return self.tensors[path]
 
     def _rows(self, info: TensorInfo) -> np.ndarray:
@@ -155,7 +158,7 @@ class GGUFModel(ModelFile):
             if (info := found.get(names.GGUF_ROPE_DIVISORS)) is not None:
                 if info.nbytes > _MAX_DIVISOR_BYTES:
                     raise FormatError(
-                        f"{path}: tensor {info.name!r} has shape {info.shape}; it must be half a head wide."
+                        f"{path}: tensor {shown(info.name)} has shape {info.shape}; it must be half a head wide."
                     )
                 divisors = dequantize(self._file.raw(info.name), info.type_name, info.shape)
             shapes = {name: info.shape for name, info in found.items()}
@@ -185,7 +188,7 @@ class HuggingFaceModel(ModelFile):
     def __init__(self, path: Path) -> None:
         self.path = path
         config_path = path / "config.json"
-        if not config_path.is_file():
+        if not config_path.exists():
             raise FormatError(f"{path} holds no config.json.")
         self.metadata = read_json(config_path)
         self.config = config_from_hf(self.metadata, str(config_path))
@@ -217,7 +220,7 @@ def open_model(path: str | Path) -> ModelFile:
       FormatError: it is neither, damaged, or a model that this package does not compute.
     """
     path = Path(path)
-    if path.is_dir():
+    if os.path.isdir(path):
         if not any((path / name).exists() for name in ("config.json", SINGLE_FILE, INDEX_FILE)):
             raise FormatError(f"{path} is a folder without config.json; name a Hugging Face folder or a .gguf file.")
         return HuggingFaceModel(path)
@@ -306,9 +309,11 @@ def interleave_rows(rows: np.ndarray, heads: int) -> np.ndarray:
 
 
 def _wrong_shape(info: TensorInfo, shape: tuple[int, ...]) -> FormatError:
-    return FormatError(f"{info.file}: tensor {info.name!r} has shape {info.shape}; the model's constants need {shape}.")
+    return FormatError(
+        f"{info.file}: tensor {shown(info.name)} has shape {info.shape}; the model's constants need {shape}."
+    )
 
 
 def _some(items: list[str]) -> str:
     more = f" and {len(items) - 3} more" if len(items) > 3 else ""
-    return ", ".join(items[:3]) + more
+    return ", ".join(map(plain, items[:3])) + more

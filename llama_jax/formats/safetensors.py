@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import Any, TypeGuard
 
 import numpy as np
 
+from llama_jax.config import plain, shown
 from llama_jax.errors import ArgumentError, FormatError
-from llama_jax.formats.files import MappedFile, TensorInfo, check_overlaps, describe_kind
+from llama_jax.formats.files import MappedFile, TensorInfo, check_overlaps, check_regular, describe_kind
 from llama_jax.quantization.types import BLOCK_TYPES
 
 SINGLE_FILE = "model.safetensors"
@@ -58,7 +60,7 @@ class SafetensorsFolder:
         mapped = self._maps[path] = MappedFile(path)
         for name, info in read_header(mapped).items():
             if name in self.tensors:
-                raise FormatError(f"{path}: tensor {name!r} also stands in {self.tensors[name].file.name}.")
+                raise FormatError(f"{path}: tensor {shown(name)} also stands in {plain(self.tensors[name].file.name)}.")
             self.tensors[name] = info
 
     def _add_indexed(self) -> None:
@@ -67,20 +69,20 @@ class SafetensorsFolder:
         if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
             raise FormatError(f"{index_path}: weight_map must be an object of tensor names and file names.")
         paths = {file: _inside(self.folder, file, index_path) for file in dict.fromkeys(weight_map.values())}
-        missing = [file for file, path in paths.items() if not path.is_file()]
+        missing = [file for file, path in paths.items() if not os.path.isfile(path)]
         if missing:
-            raise FormatError(f"{index_path} names files that are missing: {', '.join(missing[:5])}.")
+            raise FormatError(f"{index_path} names files that are missing: {', '.join(map(plain, missing[:5]))}.")
         for path in paths.values():
             self._add(path)
         lacking = [n for n, file in weight_map.items() if n not in self.tensors or self.tensors[n].file != paths[file]]
         if lacking:
             name = lacking[0]
-            raise FormatError(f"{index_path} says that {weight_map[name]} holds {name!r}; it does not.")
+            raise FormatError(f"{index_path} says that {plain(weight_map[name])} holds {shown(name)}; it does not.")
 
     def raw(self, name: str) -> np.ndarray:
         """The bytes of a tensor: a read-only view of the map, uint8 [nbytes]."""
         if name not in self.tensors:
-            raise ArgumentError(f"{self.folder} has no tensor {name!r}.")
+            raise ArgumentError(f"{self.folder} has no tensor {shown(name)}.")
         info = self.tensors[name]
         if info.file not in self._maps:
             raise ArgumentError(f"{self.folder} has been closed.")
@@ -104,8 +106,9 @@ class SafetensorsFolder:
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; `FormatError` when it is something else or damaged."""
     try:
-        if path.stat().st_size > _MAX_JSON_BYTES:
-            raise FormatError(f"{path} has {path.stat().st_size} bytes; at most {_MAX_JSON_BYTES} are allowed.")
+        size = check_regular(path)
+        if size > _MAX_JSON_BYTES:
+            raise FormatError(f"{path} has {size} bytes; at most {_MAX_JSON_BYTES} are allowed.")
         data = path.read_bytes()
     except OSError as error:
         raise ArgumentError(f"{path} cannot be read: {error.strerror}.") from None
@@ -146,16 +149,16 @@ def _entry(name: str, entry: Any, start: int, path: Path) -> TensorInfo:
         return isinstance(value, list) and all(type(x) is int and 0 <= x < 2**63 for x in value)
 
     if not isinstance(entry, dict):
-        raise FormatError(f"{path}: the header's entry {name!r} must be an object.")
+        raise FormatError(f"{path}: the header's entry {shown(name)} must be an object.")
     dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not isinstance(dtype, str) or dtype not in _ITEM_BYTES:
-        raise FormatError(f"{path}: tensor {name!r} has dtype {dtype!r}; known are {', '.join(_ITEM_BYTES)}.")
+        raise FormatError(f"{path}: tensor {shown(name)} has dtype {shown(dtype)}; known are {', '.join(_ITEM_BYTES)}.")
     if not whole_numbers(shape) or not whole_numbers(offsets) or len(offsets) != 2 or len(shape) > 64:
-        raise FormatError(f"{path}: shape and data_offsets of tensor {name!r} must be lists of whole numbers.")
+        raise FormatError(f"{path}: shape and data_offsets of tensor {shown(name)} must be lists of whole numbers.")
     begin, end = offsets
     nbytes = math.prod(shape) * _ITEM_BYTES[dtype]
     if end - begin != nbytes:
-        raise FormatError(f"{path}: tensor {name!r} needs {nbytes} bytes; its data_offsets are {begin} to {end}.")
+        raise FormatError(f"{path}: tensor {shown(name)} needs {nbytes} bytes; its data_offsets are {begin} to {end}.")
     return TensorInfo(name, tuple(shape), dtype, nbytes, start + begin, path)
 
 
@@ -165,7 +168,7 @@ def _parse_object(data: bytes, what: str) -> dict[str, Any]:
         if len(result) != len(pairs):
             names = [key for key, _ in pairs]
             twice = next(key for key in result if names.count(key) > 1)
-            raise FormatError(f"{what} holds {twice!r} twice.")
+            raise FormatError(f"{what} holds {shown(twice)} twice.")
         return result
 
     try:
@@ -173,7 +176,7 @@ def _parse_object(data: bytes, what: str) -> dict[str, Any]:
     except FormatError:
         raise
     except (ValueError, RecursionError) as error:
-        raise FormatError(f"{what} is not valid JSON: {str(error)[:100]}.") from None
+        raise FormatError(f"{what} is not valid JSON: {plain(error)}.") from None
     if not isinstance(value, dict):
         raise FormatError(f"{what} must be a JSON object.")
     return value
@@ -187,7 +190,11 @@ def _inside(folder: Path, name: str, index_path: Path) -> Path:
     pure = PurePosixPath(name)
     root = folder.resolve()
     allowed = [root, root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [root]
-    plain = name and not pure.is_absolute() and ".." not in pure.parts and "\\" not in name and "\0" not in name
-    if not plain or not any((folder / name).resolve().is_relative_to(place) for place in allowed):
-        raise FormatError(f"{index_path} names the file {name!r}; it must lie inside of the folder.")
+    usable = name.isprintable() and name and not pure.is_absolute() and ".." not in pure.parts and "\\" not in name
+    try:
+        target = (folder / name).resolve() if usable else None
+    except (OSError, ValueError):  # a name that no file can have
+        target = None
+    if target is None or not any(target.is_relative_to(place) for place in allowed):
+        raise FormatError(f"{index_path} names the file {shown(name)}; it must lie inside of the folder.")
     return folder / name

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from llama_jax.config import LlamaConfig
+from llama_jax.config import LlamaConfig, shown
 from llama_jax.errors import ArgumentError
 from llama_jax.formats import names
 from llama_jax.formats.config_gguf import ARCHITECTURE, gguf_metadata, llama3_divisors
@@ -58,7 +58,7 @@ def save_gguf(
         of the block size, shapes disagree with the config, or a weight is not finite in the type.
     """
     if types not in _FILE_TYPES:
-        raise ArgumentError(f"types is {types!r}; it must be one of {', '.join(_FILE_TYPES)}.")
+        raise ArgumentError(f"types is {shown(types)}; it must be one of {', '.join(_FILE_TYPES)}.")
     shapes = _checked_shapes(params, config)
     block = BLOCK_TYPES[types].block_size
     for parameter, shape in shapes.items():
@@ -210,7 +210,7 @@ def _largest(values: np.ndarray) -> str:
 def _add_metadata(writer: Any, own: Mapping[str, Any], extra: Mapping[str, MetadataValue], types: str) -> None:
     for key in extra:
         if key in _OWN_KEYS or key.startswith(_OWN_PREFIXES):
-            raise ArgumentError(f"The metadata key {key!r} is decided by the config and cannot be given.")
+            raise ArgumentError(f"The metadata key {shown(key)} is decided by the config and cannot be given.")
     decided = {"general.file_type": _FILE_TYPES[types], "general.quantization_version": 2}
     for key, value in {**own, **decided, **extra}.items():
         if key != "general.architecture":  # the writer has put it first
@@ -228,7 +228,7 @@ def _add_value(writer: Any, key: str, value: Any) -> None:
         }.get(value.dtype.name)  # fmt: skip
         if kind is None or value.ndim != 1:
             raise ArgumentError(
-                f"The metadata value {key!r} is an array of {value.dtype}; it must be one axis of numbers."
+                f"The metadata value {shown(key)} is an array of {value.dtype}; it must be one axis of numbers."
             )
         value = value.tolist()
     elif isinstance(value, (list, tuple)):
@@ -259,7 +259,9 @@ def _kind_of_scalar(key: str, value: Any) -> Any:
         ):
             if low <= value < high:
                 return kind
-    raise ArgumentError(f"The metadata value {key!r} is {value!r}; it must be text, a bool, a 64-bit int or a float.")
+    raise ArgumentError(
+        f"The metadata value {shown(key)} is {shown(value)}; it must be text, a bool, a 64-bit int or a float."
+    )
 
 
 def _kind_of_list(key: str, values: list[Any]) -> Any:
@@ -274,7 +276,9 @@ def _kind_of_list(key: str, values: list[Any]) -> Any:
         return Kind.INT32 if all(-(2**31) <= x < 2**31 for x in values) else Kind.INT64
     if types <= {int, float}:
         return Kind.FLOAT32
-    raise ArgumentError(f"The metadata list {key!r} mixes {sorted(t.__name__ for t in types)}; one type is allowed.")
+    raise ArgumentError(
+        f"The metadata list {shown(key)} mixes {sorted(t.__name__ for t in types)}; one type is allowed."
+    )
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 
+from llama_jax.config import plain, shown
 from llama_jax.errors import FormatError
 from llama_jax.text.sentencepiece import SPACE, byte_value
 from llama_jax.text.vocabulary import (
@@ -128,13 +129,13 @@ def build_library_tokenizer(vocabulary: Vocabulary, merges: Sequence[str], pre_t
         pairs = [(m[: m.index(" ", 1)], m[m.index(" ", 1) + 1 :]) for m in merges]
     except ValueError:
         bad = next(m for m in merges if " " not in m[1:])
-        raise FormatError(f"The merge {bad!r} is not two texts with a space between them.") from None
+        raise FormatError(f"The merge {shown(bad)} is not two texts with a space between them.") from None
     controls = {t for t, kind in zip(vocabulary.texts, vocabulary.types, strict=True) if kind in hidden} - ids.keys()
     pairs = [(a, b) for a, b in pairs if a + b not in controls and a not in controls and b not in controls]
     try:
         model = models.BPE(ids, pairs, ignore_merges=pre_tokenizer.ignore_merges)
     except Exception as error:  # the library raises plain Exception
-        raise FormatError(f"The merges do not fit the vocabulary: {error}.") from error
+        raise FormatError(f"The merges do not fit the vocabulary: {plain(error, 300)}.") from error
     tokenizer = Tokenizer(model)
     splits: list[Any] = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre_tokenizer.patterns]
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -187,7 +188,7 @@ def load_json(path: Path) -> Tokenizer:
     try:
         library = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises plain Exception
-        raise FormatError(f"The tokenizers library rejects {path}: {error}.") from error
+        raise FormatError(f"The tokenizers library rejects {path}: {plain(error, 300)}.") from error
     library.no_truncation()
     library.no_padding()
     return library

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from reprlib import repr  # shortens what it shows
 from typing import Any
 
-from jinja2 import Template
+from jinja2 import Template, UndefinedError
 
+from llama_jax.config import plain, shown
 from llama_jax.errors import ArgumentError, FormatError
 from llama_jax.text.sandbox import MAX_TEXT, Sandbox, TemplateRefusedError, start_budget
 from llama_jax.text.tokenizer import Tokenizer
@@ -63,6 +63,13 @@ def render_chat(
         return "".join(_bounded(compiled.generate(variables)))
     except TemplateRefusedError as error:
         raise ArgumentError(f"The chat template refuses the messages: {_sentence(error)}.") from error
+    except (TypeError, UndefinedError) as error:
+        empty = next((i for i, message in enumerate(messages) if message.get("content") is None), None)
+        if empty is None:
+            raise FormatError(f"The chat template cannot be used: {_sentence(error)}.") from error
+        raise ArgumentError(
+            f"Message {empty} has no content, which the chat template may need: {_sentence(error)}."
+        ) from error
     except Exception as error:  # templates are programs: anything can go wrong in them
         raise FormatError(f"The chat template cannot be used: {_sentence(error)}.") from error
 
@@ -116,23 +123,22 @@ def _bounded(pieces: Iterator[str]) -> Iterator[str]:
 
 
 def _sentence(error: Exception) -> str:
-    text = " ".join(str(error).split())[:300] or type(error).__name__
-    return text.rstrip(".")
+    return (plain(error, 300) or type(error).__name__).rstrip(".")
 
 
 def _checked(index: int, message: Any) -> dict[str, Any]:
     """A copy of the message with its content as a string."""
     where = f"Message {index}"
     if not isinstance(message, Mapping):
-        raise ArgumentError(f"{where} is {repr(message)}; a mapping with a role and a content is needed.")
+        raise ArgumentError(f"{where} is {shown(message)}; a mapping with a role and a content is needed.")
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or not role:
-        raise ArgumentError(f"{where} has the role {repr(role)}; a string such as 'user' is needed.")
+        raise ArgumentError(f"{where} has the role {shown(role)}; a string such as 'user' is needed.")
     if isinstance(content, (list, tuple)):
         content = "\n".join(_part_text(where, part) for part in content)
     if content is not None and not isinstance(content, str):
         raise ArgumentError(
-            f"{where} has the content {repr(content)}; a string, a list of text parts or None is needed."
+            f"{where} has the content {shown(content)}; a string, a list of text parts or None is needed."
         )
     return {**message, "content": content}
 
@@ -140,7 +146,7 @@ def _checked(index: int, message: Any) -> dict[str, Any]:
 def _part_text(where: str, part: Any) -> str:
     if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
         return part["text"]
-    raise ArgumentError(f"{where} has the part {repr(part)}; only parts {{'type': 'text', 'text': ...}} are allowed.")
+    raise ArgumentError(f"{where} has the part {shown(part)}; only parts {{'type': 'text', 'text': ...}} are allowed.")
 
 
 def _strings(value: Any) -> Iterator[str]:

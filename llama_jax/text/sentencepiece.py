@@ -14,6 +14,7 @@ from pathlib import Path
 
 import sentencepiece
 
+from llama_jax.config import plain, shown
 from llama_jax.errors import FormatError
 from llama_jax.text.vocabulary import TokenType, Vocabulary, VocabularyTokenizer, raw_bytes, raw_text, well_formed
 
@@ -88,7 +89,7 @@ def load_processor(model: bytes, name: str) -> sentencepiece.SentencePieceProces
     try:
         return sentencepiece.SentencePieceProcessor(model_proto=model)
     except (RuntimeError, ValueError, OSError) as error:
-        raise FormatError(f"The sentencepiece library rejects {name}: {error}.") from error
+        raise FormatError(f"The sentencepiece library rejects {name}: {plain(error, 300)}.") from error
 
 
 def read_model(path: Path) -> tuple[bytes, list[str], list[int], bool]:
@@ -116,7 +117,7 @@ def read_model(path: Path) -> tuple[bytes, list[str], list[int], bool]:
             elif number == _NORMALIZER and isinstance(value, bytes):
                 dummy_prefix = bool(dict(_read_fields(value)).get(_ADD_DUMMY_PREFIX, 1))
     except (IndexError, ValueError) as error:
-        raise FormatError(f"{path} is not a SentencePiece model: {error}.") from error
+        raise FormatError(f"{path} is not a SentencePiece model: {plain(error, 300)}.") from error
     if not texts:
         raise FormatError(f"{path} is not a SentencePiece model: it holds no pieces.")
     return data, texts, types, dummy_prefix
@@ -131,7 +132,7 @@ def byte_value(text: str) -> int:
             pass
     data = raw_bytes(text)
     if len(data) != 1:
-        raise FormatError(f"The byte token {text!r} is not written as <0x00> to <0xFF>.")
+        raise FormatError(f"The byte token {shown(text)} is not written as <0x00> to <0xFF>.")
     return data[0]
 
 

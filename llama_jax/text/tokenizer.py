@@ -6,9 +6,11 @@ import json
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Protocol
 
+from llama_jax.config import plain, shown
 from llama_jax.errors import FormatError
 from llama_jax.text.vocabulary import TokenType, make_vocabulary, raw_text
 
@@ -96,11 +98,11 @@ def tokenizer_from_gguf(metadata: Mapping[str, object]) -> Tokenizer:
     Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
     """
     model = metadata.get("tokenizer.ggml.model")
-    if model == "llama":
+    if isinstance(model, str) and model == "llama":
         return _sentencepiece_from_gguf(metadata)
-    if model == "gpt2":
+    if isinstance(model, str) and model == "gpt2":
         return _bpe_from_gguf(metadata)
-    raise FormatError(f"tokenizer.ggml.model is {model!r}; allowed are 'llama' and 'gpt2'.")
+    raise FormatError(f"tokenizer.ggml.model is {shown(model)}; allowed are 'llama' and 'gpt2'.")
 
 
 def tokenizer_from_folder(folder: Path) -> Tokenizer:
@@ -127,7 +129,7 @@ def _sentencepiece_from_gguf(metadata: Mapping[str, object]) -> Tokenizer:
     from llama_jax.text.sentencepiece import SentencePieceTokenizer, build_processor
 
     texts = _texts(metadata, "tokenizer.ggml.tokens")
-    scores = [float(x) for x in _array(metadata, "tokenizer.ggml.scores")]
+    scores = [float(x) for x in _numbers(metadata, "tokenizer.ggml.scores", (int, float))]
     if len(scores) != len(texts):
         raise FormatError(f"The vocabulary has {len(texts)} tokens but {len(scores)} scores; the two must agree.")
     bad = next((i for i, score in enumerate(scores) if not math.isfinite(score)), None)
@@ -135,7 +137,7 @@ def _sentencepiece_from_gguf(metadata: Mapping[str, object]) -> Tokenizer:
         raise FormatError(f"Token {bad} has the score {scores[bad]}; only finite numbers are allowed.")
     bos, eos, unknown = (_token_id(metadata, name, i) for name, i in (("bos", 1), ("eos", 2), ("unknown", 0)))
     if "tokenizer.ggml.token_type" in metadata:
-        types = [int(x) for x in _array(metadata, "tokenizer.ggml.token_type")]
+        types = [int(x) for x in _numbers(metadata, "tokenizer.ggml.token_type", int)]
     else:
         texts, types = _legacy_tables(texts, controls=(bos, eos), unknown=unknown)
     vocabulary = make_vocabulary(
@@ -161,12 +163,12 @@ def _bpe_from_gguf(metadata: Mapping[str, object]) -> Tokenizer:
         logger.warning("tokenizer.ggml.pre is missing: words are cut by the default rule, ids may be slightly off")
         name = "default"
     if not isinstance(name, str) or name not in PRE_TOKENIZERS:
-        raise FormatError(f"tokenizer.ggml.pre is {name!r}; allowed are {', '.join(map(repr, PRE_TOKENIZERS))}.")
+        raise FormatError(f"tokenizer.ggml.pre is {shown(name)}; allowed are {', '.join(map(repr, PRE_TOKENIZERS))}.")
     pre_tokenizer = PRE_TOKENIZERS[name]
     texts = _texts(metadata, "tokenizer.ggml.tokens")
     types = [int(TokenType.NORMAL)] * len(texts)
     if "tokenizer.ggml.token_type" in metadata:
-        types = [int(x) for x in _array(metadata, "tokenizer.ggml.token_type")]
+        types = [int(x) for x in _numbers(metadata, "tokenizer.ggml.token_type", int)]
     bos, eos, unknown = (_token_id(metadata, key, None) for key in ("bos", "eos", "unknown"))
     vocabulary = make_vocabulary(
         texts,
@@ -211,11 +213,19 @@ def _array(metadata: Mapping[str, object], key: str) -> Sequence[Any]:
     return value
 
 
+def _numbers(metadata: Mapping[str, object], key: str, kinds: type | tuple[type, ...]) -> Sequence[Any]:
+    values = _array(metadata, key)
+    bad = next((v for v in values if not isinstance(v, kinds)), None)
+    if bad is not None:
+        raise FormatError(f"{key} holds {shown(bad)}; only numbers are allowed, for types only integers.")
+    return values
+
+
 def _texts(metadata: Mapping[str, object], key: str) -> list[str]:
     values = _array(metadata, key)
     bad = next((v for v in values if not isinstance(v, (str, bytes))), None)
     if bad is not None:
-        raise FormatError(f"{key} holds {bad!r}; only strings are allowed.")
+        raise FormatError(f"{key} holds {shown(bad)}; only strings are allowed.")
     return [raw_text(value) for value in values]
 
 
@@ -223,10 +233,10 @@ def _token_id(metadata: Mapping[str, object], name: str, default: int | None) ->
     key = f"tokenizer.ggml.{name}_token_id"
     if key not in metadata:
         return default
-    try:
-        return int(metadata[key])  # type: ignore[call-overload]
-    except (TypeError, ValueError):
-        raise FormatError(f"{key} is {metadata[key]!r}; an integer is needed.") from None
+    value = metadata[key]
+    if not isinstance(value, Integral):
+        raise FormatError(f"{key} is {shown(value)}; an integer is needed.")
+    return int(value)
 
 
 def _end_ids(metadata: Mapping[str, object]) -> list[int]:
@@ -235,7 +245,10 @@ def _end_ids(metadata: Mapping[str, object]) -> list[int]:
 
 
 def _flag(metadata: Mapping[str, object], key: str, default: bool) -> bool:
-    return bool(metadata.get(key, default))
+    value = metadata.get(key, default)
+    if getattr(value, "ndim", 0) or isinstance(value, (str, bytes, list)):
+        raise FormatError(f"{key} is {shown(value)}; true or false is needed.")
+    return bool(value)
 
 
 def _chat_template(metadata: Mapping[str, object]) -> str | None:
@@ -310,7 +323,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise FormatError(f"{path} is not JSON: {error}.") from error
+        raise FormatError(f"{path} is not JSON: {plain(error, 300)}.") from error
     if not isinstance(value, dict):
         raise FormatError(f"{path} holds {type(value).__name__}; a JSON object is needed.")
     return value
@@ -342,7 +355,9 @@ def _added_tokens(folder: Path, config: Mapping[str, Any]) -> dict[int, tuple[st
             kind = TokenType.CONTROL if token.get("special") else TokenType.USER_DEFINED
             added[int(key)] = (str(token["content"]), kind)
     except (AttributeError, KeyError, ValueError) as error:
-        raise FormatError(f"added_tokens_decoder in {folder / 'tokenizer_config.json'} is damaged: {error}.") from error
+        raise FormatError(
+            f"added_tokens_decoder in {folder / 'tokenizer_config.json'} is damaged: {plain(error, 300)}."
+        ) from error
     return added
 
 

@@ -179,6 +179,9 @@ def test_rope_scaling_of_config_json(rope, expected):
         ({"num_hidden_layers": -1}, "num_hidden_layers is -1"),
         ({"num_key_value_heads": 5}, "n_heads is 32; it must be a multiple of n_kv_heads, 5"),
         ({"rms_norm_eps": math.nan}, "rms_norm_eps is nan"),
+        ({"rope_theta": 10**400}, "rope_theta is 1000"),
+        ({"rope_scaling": {"type": "linear", "factor": 10**400}}, "factor is 1000"),
+        ({"layer_types": 5}, "layer_types is 5"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no'"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'; it must be one of default, linear"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "'longrope'"),
@@ -193,6 +196,28 @@ def test_config_json_that_is_refused(changes, message):
     with pytest.raises(FormatError, match=message) as caught:
         config_from_hf(BASE | changes, "folder/config.json")
     assert str(caught.value).startswith("folder/config.json: ")
+
+
+@pytest.mark.parametrize("name", ["\x1b[2J\nevil", "long" * 9999])
+def test_errors_are_short_and_without_control_characters(name):
+    def error_of(function, *arguments):
+        with pytest.raises(FormatError) as caught:
+            function(*arguments)
+        return str(caught.value)
+
+    plain = gguf_metadata(PRESETS["llama-2-7b"])
+    for message in (
+        error_of(config_from_hf, BASE | {"model_type": name}),
+        error_of(config_from_hf, BASE | {"model_type": [name] * 99}),
+        error_of(config_from_hf, BASE | {"hidden_act": {name: name}}),
+        error_of(config_from_hf, BASE | {"rope_scaling": {"type": "linear", "factor": 2.0, name: 1}}),
+        error_of(config_from_hf, BASE | {"vocab_size": name}),
+        error_of(config_from_gguf, plain | {"general.architecture": name}, {}),
+        error_of(config_from_gguf, plain | {f"llama.{name}": 1}, {}),
+        error_of(config_from_gguf, plain | {"llama.rope.scaling.type": [name] * 99}, {}),
+    ):
+        assert message.isprintable()
+        assert len(message) < 300
 
 
 def test_defaults_of_config_json():
@@ -273,6 +298,9 @@ def test_gguf_metadata(changes, expected):
         ({"llama.rope.scaling.factor": math.inf}, "factor is inf"),
         ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": -4.0}, "-4.0"),
         ({"llama.rope.freq_base": math.nan}, "freq_base is nan"),
+        ({"general.architecture": np.array([1, 2])}, "general.architecture is "),
+        ({"llama.rope.scaling.type": np.array([1, 2])}, "scaling.type is "),
+        ({"llama.attention.causal": np.array([True, False])}, "causal is "),
     ],
 )
 def test_gguf_metadata_that_is_refused(changes, message):

@@ -227,6 +227,18 @@ def test_damaged_splits(tmp_path, parts, message):
         GGUFFile(paths[0])
 
 
+def test_split_keys_that_are_arrays(tmp_path):
+    pair = struct.pack("<IQ2I", 4, 2, 0, 2)
+    content = document([key_value(f"split.{key}", 9, pair) for key in ("no", "count", "tensors.count")])
+    with pytest.raises(FormatError, match=r"split\.count is "):
+        GGUFFile(write(tmp_path, content))
+    values = [key_value("split.no", 9, pair), key_value("split.count", 2, struct.pack("<H", 2))]
+    for i in (1, 2):
+        path = write(tmp_path, document(values), f"m-0000{i}-of-00002.gguf")
+    with pytest.raises(FormatError, match=r"split\.no and split\.count are "):
+        GGUFFile(path)
+
+
 def test_a_part_under_another_name_is_refused(tmp_path):
     with pytest.raises(FormatError, match=r"name must end in -00001-of-00002\.gguf"):
         GGUFFile(write(tmp_path, _part(0, 2, ["a"]), "renamed.gguf"))

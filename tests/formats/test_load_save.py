@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import time
 import tracemalloc
 
@@ -277,6 +278,21 @@ def test_paths_that_are_no_models(tmp_path):
         open_model(tmp_path / "model.safetensors")
     with pytest.raises(FormatError, match=r"holds no config\.json"):
         open_model(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["fifo.gguf", "folder/config.json", "folder/model.safetensors"])
+def test_pipes_and_devices_are_never_opened(tmp_path, name):
+    save_hf(tmp_path / "folder", random_params(tiny_config()), tiny_config())
+    path = tmp_path / name
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    with pytest.raises(FormatError, match=f"{path.name} is not a regular file"):
+        open_model(path if path.suffix == ".gguf" else path.parent)
+    with pytest.raises(FormatError, match="/dev/zero is not a regular file"):
+        open_model("/dev/zero")
+    for impossible in ("a\0b", "x" * 5000):
+        with pytest.raises(ArgumentError, match="cannot be read"):
+            open_model(impossible)
 
 
 def test_reading_one_parameter(tmp_path):

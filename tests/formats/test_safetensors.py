@@ -115,7 +115,17 @@ def test_indexed_folders_read_what_the_library_wrote(tmp_path):
 
 @pytest.mark.parametrize(
     "name",
-    ["../secret.safetensors", "sub/../../secret.safetensors", "/etc/passwd", "", "a\\b", "a\0b", "link.safetensors"],
+    [
+        "../secret.safetensors",
+        "sub/../../secret.safetensors",
+        "/etc/passwd",
+        "",
+        "a\\b",
+        "a\0b",
+        "link.safetensors",
+        "\ud800",
+        "a\x1b[2Jb",
+    ],
 )
 def test_an_index_cannot_lead_out_of_the_folder(tmp_path, name):
     folder = tmp_path / "model"
@@ -125,6 +135,12 @@ def test_an_index_cannot_lead_out_of_the_folder(tmp_path, name):
     _write_shards(folder, {}, {"a": name})
     with pytest.raises(FormatError, match="must lie inside of the folder"):
         SafetensorsFolder(folder)
+
+
+def test_an_index_with_a_name_longer_than_any_file(tmp_path):
+    _write_shards(tmp_path, {}, {"a": "x" * 5000})
+    with pytest.raises(FormatError, match=r"inside of the folder|missing"):
+        SafetensorsFolder(tmp_path)
 
 
 def test_the_hub_cache_keeps_its_files_behind_links(tmp_path):

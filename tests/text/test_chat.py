@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import time
+import tracemalloc
 from datetime import datetime
 
 import pytest
@@ -62,6 +63,22 @@ def test_llama2_template() -> None:
         ("{{ [{'n': 'q'}] | map(attribute='n') | list }}{{ ['x'] | map('upper') | first }}", "['q']X"),
         ("{% set b %}in{{ 1 }}{% endset %}{{ b * 2 }}{{ 2 ** 10 }}", "in1in11024"),
         ("{{ nothing }}{{ nothing is defined }}{{ tools is none }}{{ extra }}", "FalseTrueE"),
+        (
+            "{{ messages[1:] }}{{ 'abc'[::-1] }}{{ [1, 2, 3][:2] + [4] }}{{ messages[0]['content'][-2:] }}",
+            "[]cba[1, 2, 4]lo",
+        ),
+        (
+            "{% set a, b = 1, 2 %}{% for x, y in [(a, b), (3, 4)] %}{{ x + y }}{% endfor %}"
+            "{{ {'a': 1}.items() | list }}",
+            "37[('a', 1)]",
+        ),
+        (
+            "{{ [3, 1, 2] | sort | join }}{{ [1, 1] | unique | list }}{{ [1, 2] | sum }}{{ '<' | e }}{{ 1 in [1] }}",
+            "123[1]3&lt;True",
+        ),
+        ("{{ {'a': 1} == dict(a=1) }}{{ {'b': 1, 'a': 2} | dictsort }}{{ 1 < 2 < 3 }}", "True[('a', 2), ('b', 1)]True"),
+        ("{{ messages | selectattr('role', 'equalto', 'user') | list | length }}{{ 'a' is in 'ab' }}", "1True"),
+        ("{{ {'a': [1]} | tojson(separators=(',', ':')) }}{{ 'xxaxx'.strip('x') }}{{ 'a' | safe }}", '{"a":[1]}aa'),
         ("{{ messages[0].get('name', 'x') }}{{ messages[0]['content'] | length }}", "x5"),
     ],
 )
@@ -97,6 +114,14 @@ def test_malformed_messages_are_named(message, words: str) -> None:
     assert words in str(caught.value)
 
 
+TWINS = (
+    "{%% set ns = namespace(a=[1], b=[1]) %%}{%% for i in range(60) %%}"
+    "{%% set ns.a = [ns.a, ns.a] %%}{%% set ns.b = [ns.b, ns.b] %%}{%% endfor %%}%s"
+)
+HOARD = (
+    "{%% set ns = namespace(l=[]) %%}{%% set s = '<' * 2000000 %%}{%% for i in range(20000) %%}"
+    "{%% set ns.l = ns.l + [%s] %%}{%% endfor %%}"
+)
 DOUBLING = "{%% set n = namespace(x='ab') %%}{%% for i in range(99) %%}%s{%% endfor %%}"
 
 
@@ -143,6 +168,35 @@ DOUBLING = "{%% set n = namespace(x='ab') %%}{%% for i in range(99) %%}%s{%% end
         "{{ ''.__class__.__mro__[1].__subclasses__() }}",
         "{{ range.__globals__.sys }}",
         "{{ messages.append(1) }}",
+        TWINS % "{{ ns.a == ns.b }}",
+        TWINS % "{{ ns.a in [ns.b] }}",
+        TWINS % "{{ ns.a is eq(ns.b) }}",
+        TWINS % "{{ [ns.a, ns.b] | sort }}",
+        TWINS % "{{ [ns.a, ns.b] | max }}",
+        TWINS % "{{ [ns.a].index(ns.b) }}",
+        TWINS % "{{ [ns.a] | select('in', [ns.b]) | list }}",
+        "{% set s = ['a' * 4000000] * 9999 %}{{ s | map('upper') | sort | length }}",
+        "{% set ns = namespace(t=(1,)) %}{% for i in range(60) %}{% set ns.t = (ns.t, ns.t) %}{% endfor %}"
+        "{{ {ns.t: 1} }}",
+        "{% macro f() %}{% set ns.t = varargs %}{% endmacro %}{% set ns = namespace(t=(1,)) %}"
+        "{% for i in range(60) %}{{ f(ns.t, ns.t) }}{% endfor %}{{ {ns.t: 1} }}",
+        "{{ ([[1]] * 99999 * 9) | sum(start=[]) | length }}",
+        HOARD % "s[1:]",
+        HOARD % "s | upper",
+        HOARD % "(s | list)",
+        HOARD % "s | e",
+        HOARD % "s.upper()",
+        HOARD % "s | trim('b') | capitalize",
+        "{{ ('a' * 4000000).rfind('a' * 1000000 + 'b' + 'a' * 1000000) }}",
+        "{{ ('b' * 4000000).strip('a' * 4000000 + 'b') }}",
+        "{{ ('b' * 4000000) | trim('a' * 4000000 + 'b') }}",
+        "{{ 3 ** 2000000 // 3 ** 1000000 }}",
+        "{{ [[[[1]]]] | tojson(separators=['x' * 4000000, 'x' * 4000000]) }}",
+        "{% autoescape true %}{{ 'a'.center(10**9) }}{% endautoescape %}",
+        "{{ ('a' | safe).center(10**9) }}",
+        "{% set n = namespace(l=[]) %}{% for i in range(99999) %}{% set n.l = n.l + [i * (2**61 - 1)] %}{% endfor %}"
+        "{{ n.l | unique | list | length }}",
+        " " * 2_000_000,
         "{{ messages.__init__() }}",
     ],
 )
@@ -164,6 +218,20 @@ def test_large_but_honest_conversations_pass() -> None:
     start = time.perf_counter()
     assert len(render(None, messages)) > 2_500_000
     assert time.perf_counter() - start < 3  # measured 0.02 s
+
+
+def test_a_rendering_takes_little_memory() -> None:
+    tracemalloc.start()
+    with pytest.raises(FormatError, match="too much work"):
+        render(HOARD % "s[1:]")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 200 * 2**20  # the budget is 64 Mi characters
+
+
+def test_a_message_without_content_is_named() -> None:
+    with pytest.raises(ArgumentError, match="Message 1 has no content, which the chat template may need: "):
+        render("{% for m in messages %}{{ 'a' + m.content }}{% endfor %}", [*USER, {"role": "user"}])
 
 
 @pytest.mark.parametrize("template", ["{{", "{% if %}", "{{ x.y.z }}", "{{ nothing() }}", "{{ 1 + 'a' }}"])

@@ -39,6 +39,11 @@ def replaced(key: str, index: int, value: object) -> dict[str, object]:
         (tiny_spm(**{"tokenizer.ggml.eot_token_id": 4_294_967_295}), "4294967295"),
         (replaced("token_type", 7, 9), "Token 7 has the type 9"),
         (replaced("scores", 8, math.nan), "Token 8 has the score nan"),
+        (replaced("token_type", 7, math.inf), "token_type holds inf"),
+        (replaced("scores", 8, "x"), "scores holds 'x'"),
+        ({"tokenizer.ggml.model": np.array([1, 2])}, "tokenizer.ggml.model is "),
+        (tiny_spm(**{"tokenizer.ggml.eos_token_id": math.inf}), "eos_token_id is inf"),
+        (tiny_spm(**{"tokenizer.ggml.add_bos_token": np.array([1, 2])}), "add_bos_token is "),
         (replaced("tokens", 9, 5), "tokens holds 5"),
         (replaced("tokens", 9, "<0xZZ>"), "byte token '<0xZZ>'"),
         (
