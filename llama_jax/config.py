@@ -4,30 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import reprlib
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
-from llama_jax.errors import ArgumentError
+from llama_jax.errors import ArgumentError, shown
 
 RopeKind = Literal["none", "linear", "llama3", "yarn"]
-
-
-_REPR = reprlib.Repr()
-_REPR.maxstring = _REPR.maxother = _REPR.maxlong = 100
-
-
-def shown(value: Any, limit: int = 100) -> str:
-    """A value from a file as an error may show it: its `repr`, so that control characters are escaped, shortened."""
-    if getattr(value, "ndim", 0):
-        value = value[:7].tolist()
-    text = repr(value[: limit + 1]) if isinstance(value, (str, bytes)) else _REPR.repr(value)
-    return text if len(text) <= limit + 2 else text[: limit - 3] + "..."
-
-
-def plain(text: object, limit: int = 100) -> str:
-    """As `shown`, without quotes: for names inside of a longer one, and for other libraries' messages."""
-    text = repr(" ".join(str(text)[: 4 * limit].split()))[1:-1].replace("\\'", "'")
-    return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 def _require(ok: bool, name: str, value: object, allowed: str) -> None:

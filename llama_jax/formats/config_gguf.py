@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from llama_jax.config import LlamaConfig, RopeScaling, plain, shown
-from llama_jax.errors import ArgumentError, FormatError
+from llama_jax.config import LlamaConfig, RopeScaling
+from llama_jax.errors import ArgumentError, FormatError, plain, shown
 from llama_jax.formats.names import GGUF_TOP
 
 ARCHITECTURE = "llama"

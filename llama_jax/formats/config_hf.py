@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from llama_jax.config import LlamaConfig, RopeScaling, is_finite, plain, shown
-from llama_jax.errors import ArgumentError, FormatError
+from llama_jax.config import LlamaConfig, RopeScaling, is_finite
+from llama_jax.errors import ArgumentError, FormatError, plain, shown
 from llama_jax.formats.config_gguf import llama3_divisors
 
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from llama_jax.config import shown
-from llama_jax.errors import ArgumentError, FormatError
+from llama_jax.errors import ArgumentError, FormatError, shown
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -15,8 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from llama_jax.config import shown
-from llama_jax.errors import ArgumentError, FormatError
+from llama_jax.errors import ArgumentError, FormatError, shown
 from llama_jax.formats.files import MappedFile, TensorInfo, check_overlaps, describe_kind
 from llama_jax.quantization.types import BLOCK_TYPES, BLOCK_TYPES_BY_ID, UNSUPPORTED_TYPE_NAMES
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from llama_jax.config import plain
-from llama_jax.errors import ArgumentError
+from llama_jax.errors import ArgumentError, plain
 
 PREFIX = "hf:"
 _FOLDER_FILES = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja"]
@@ -44,5 +43,5 @@ def resolve_path(path: str | os.PathLike[str]) -> Path:
             return Path(huggingface_hub.hf_hub_download(name, file))
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=_FOLDER_FILES, ignore_patterns=_OTHER_FILES))
     except Exception as error:  # the hub raises many kinds: network, authorisation, names
-        reason = plain(error, 300) or type(error).__name__
+        reason = plain(str(error).partition("\n")[0], 300) or type(error).__name__
         raise ArgumentError(f"The download of {text!r} failed: {reason}") from error

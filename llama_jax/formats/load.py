@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from llama_jax.config import LlamaConfig, plain, shown
-from llama_jax.errors import ArgumentError, FormatError
+from llama_jax.config import LlamaConfig
+from llama_jax.errors import ArgumentError, FormatError, plain, shown
 from llama_jax.formats import names
 from llama_jax.formats.config_gguf import config_from_gguf
 from llama_jax.formats.config_hf import config_from_hf

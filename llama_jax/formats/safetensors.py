@@ -15,8 +15,7 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from llama_jax.config import plain, shown
-from llama_jax.errors import ArgumentError, FormatError
+from llama_jax.errors import ArgumentError, FormatError, plain, shown
 from llama_jax.formats.files import MappedFile, TensorInfo, check_overlaps, check_regular, describe_kind
 from llama_jax.quantization.types import BLOCK_TYPES
 

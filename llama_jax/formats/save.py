@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from llama_jax.config import LlamaConfig, shown
-from llama_jax.errors import ArgumentError
+from llama_jax.config import LlamaConfig
+from llama_jax.errors import ArgumentError, shown
 from llama_jax.formats import names
 from llama_jax.formats.config_gguf import ARCHITECTURE, gguf_metadata, llama3_divisors
 from llama_jax.formats.config_hf import hf_config

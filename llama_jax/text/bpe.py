@@ -15,8 +15,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 
-from llama_jax.config import plain, shown
-from llama_jax.errors import FormatError
+from llama_jax.errors import FormatError, plain, shown
 from llama_jax.text.sentencepiece import SPACE, byte_value
 from llama_jax.text.vocabulary import (
     TokenType,

@@ -8,8 +8,7 @@ from typing import Any
 
 from jinja2 import Template, UndefinedError
 
-from llama_jax.config import plain, shown
-from llama_jax.errors import ArgumentError, FormatError
+from llama_jax.errors import ArgumentError, FormatError, plain, shown
 from llama_jax.text.sandbox import MAX_TEXT, Sandbox, TemplateRefusedError, start_budget
 from llama_jax.text.tokenizer import Tokenizer
 

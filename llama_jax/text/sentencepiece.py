@@ -14,8 +14,7 @@ from pathlib import Path
 
 import sentencepiece
 
-from llama_jax.config import plain, shown
-from llama_jax.errors import FormatError
+from llama_jax.errors import FormatError, plain, shown
 from llama_jax.text.vocabulary import TokenType, Vocabulary, VocabularyTokenizer, raw_bytes, raw_text, well_formed
 
 SPACE = "▁"

@@ -10,8 +10,7 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any, Protocol
 
-from llama_jax.config import plain, shown
-from llama_jax.errors import FormatError
+from llama_jax.errors import FormatError, plain, shown
 from llama_jax.text.vocabulary import TokenType, make_vocabulary, raw_text
 
 logger = logging.getLogger(__name__)
