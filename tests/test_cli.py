@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -478,3 +479,12 @@ def test_a_number_of_chunks_that_makes_no_sense(run, value):
     code, _, err = run("perplexity", "-p", "x", "--chunks", value)
     assert code == 1
     assert f"--chunks is {value}" in err
+
+
+@pytest.mark.parametrize("platform", ["bogus", "cuda"])
+def test_a_platform_that_is_not_there(start, platform):
+    if platform == "cuda" and jax.default_backend() == "gpu":
+        pytest.skip("there is one")
+    done = start("generate -p x -n 1", JAX_PLATFORMS=platform)
+    assert done.returncode == 1
+    assert f"jax finds no device with JAX_PLATFORMS={platform}: " in done.stderr.decode().splitlines()[-1]

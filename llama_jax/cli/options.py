@@ -89,8 +89,10 @@ def sampling_options(arguments: argparse.Namespace, n_ctx: int) -> dict[str, Any
 
 def check_sampling(arguments: argparse.Namespace) -> None:
     """Raises ArgumentError for wrong sampling options, before a model has been loaded for nothing."""
+    from llama_jax.placement import check_devices
     from llama_jax.sampling import sampling_params
 
+    check_devices()
     sampling_params(**sampling_options(arguments, n_ctx=1))
 
 
