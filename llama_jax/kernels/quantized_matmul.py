@@ -330,7 +330,9 @@ def _vector_kernel(x_ref: Any, *refs: Any, t: PackedType, blocks: Blocks, interp
 
     steps = pl.cdiv(n_groups, blocks.groups)
     sums = [[zeros] * n_x for _ in range(blocks.rows)]
-    sums = step(0, sums) if steps == 1 else lax.fori_loop(0, steps, step, sums)
+    # jax 0.12 refuses a slice that is known to pass an array's end, masked or not: this zero is not known beforehand.
+    zero = pl.program_id(0) * 0
+    sums = step(zero, sums) if steps == 1 else lax.fori_loop(0, steps, step, sums)
     ids = jnp.arange(blocks.rows, dtype=jnp.int32)
     mask = first_row + ids < n_rows if n_rows % blocks.rows else None
     for b in range(n_x):
