@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import Array
@@ -19,6 +20,7 @@ from llama_jax.errors import ArgumentError
 from llama_jax.kernels.attention import attention
 from llama_jax.kernels.backend import XLA, Kernels, default_kernels
 from llama_jax.kernels.decode_attention import decode_attention
+from llama_jax.rope import rotate_back
 
 
 @struct.dataclass
@@ -113,3 +115,24 @@ def append_and_attend(
 def advance(cache: KVCache, counts: Array) -> KVCache:
     """Counts the `counts` [B] tokens that `append` wrote as filled, at most up to the capacity."""
     return replace(cache, lengths=jnp.minimum(cache.lengths + counts, cache.capacity))
+
+
+def forget(cache: KVCache, config: LlamaConfig, start: Array, count: Array) -> KVCache:
+    """Removes the slots from `start` on, `count` of them in each row (both [B] int32); the later ones move up.
+
+    Keys are stored after rotation, so those that move are turned back by `count` positions. They equal keys that were
+    rotated for their new positions from the beginning; but from the second layer on, keys and values still stem from
+    hidden states that have seen the removed tokens.
+    """
+    slots = jnp.arange(cache.capacity, dtype=jnp.int32)
+    moved = slots >= start[:, None]  # [B, S]
+    source = jnp.where(moved, slots + count[:, None], slots)
+
+    def values(buffer: Array) -> Array:
+        return jax.vmap(lambda row, slots: jnp.take(row, slots, axis=1, mode="clip"))(buffer, source)
+
+    def keys(buffer: Array) -> Array:
+        taken = values(buffer)
+        return jnp.where(moved[:, None, :, None], rotate_back(taken, count, config), taken)
+
+    return replace(cache, k=tuple(map(keys, cache.k)), v=tuple(map(values, cache.v)), lengths=cache.lengths - count)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import Array
 
-from llama_jax.cache import KVCache, init_cache
+from llama_jax.cache import KVCache, forget, init_cache
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ArgumentError
 from llama_jax.model import Params, hidden_states, unembed
@@ -105,6 +105,14 @@ def decode_step(
     counts = (~state.done).astype(jnp.int32)
     logits, cache = prefill(params, state.token[:, None], config, state.cache, counts)
     return _sample_next(logits, replace(state, cache=cache), sampling, eos_ids)
+
+
+def shift_context(state: DecodeState, config: LlamaConfig, start: Array, count: Array) -> DecodeState:
+    """Makes room in the cache: `cache.forget`s `count` [B] tokens of each row from number `start` [B] on."""
+    W = state.history.shape[1]
+    places = (jnp.arange(W, dtype=jnp.int32) + count[:, None]) % max(W, 1)  # the ring, since token numbers go down
+    history = jnp.take_along_axis(state.history, places, axis=1)
+    return replace(state, cache=forget(state.cache, config, start, count), history=history)
 
 
 def decode(

@@ -199,6 +199,8 @@ class Llama:
         *,
         max_tokens: int | None = 256,
         stop: str | Sequence[str] = (),
+        context_shift: bool = False,
+        keep: int = 0,
         **sampling: Any,
     ) -> Generator[str]:
         """Yields the continuation of `prompt` as pieces of text.
@@ -210,9 +212,17 @@ class Llama:
           prompt: text or token ids.
           max_tokens: None goes on until the context is full.
           stop: strings that end the text; they are not part of it.
+          context_shift: a full context does not end the text but forgets the older half of it.
+          keep: tokens of the prompt that are never forgotten, besides the beginning-of-sequence token; -1: all of them.
           **sampling: temperature, top_k, top_p, min_p, repeat_penalty, repeat_last_n, seed: see `sampling_params`.
         """
-        return self._checked_stream(self.tokenize_prompt(prompt), max_tokens, stop, sampling, continuation=True)
+        ids = self.tokenize_prompt(prompt)
+        kept = self._kept(ids, keep) if context_shift else None
+        return self._checked_stream(ids, max_tokens, stop, sampling, continuation=True, keep=kept)
+
+    def _kept(self, ids: list[int], keep: int) -> int:
+        keep = checks.integer("keep", keep, -1, allowed="0 or above, or -1 for the whole prompt")
+        return len(ids) if keep == -1 else min(keep + (ids[:1] == [self.tokenizer.bos_id]), len(ids))
 
     def _checked_stream(
         self,
@@ -222,6 +232,7 @@ class Llama:
         sampling: Mapping[str, Any],
         *,
         continuation: bool,
+        keep: int | None = None,
     ) -> Generator[str]:
         """Raises for wrong arguments now, not at the first piece."""
         check_prompt(ids, self.n_ctx, self.config.vocab_size)
@@ -232,15 +243,16 @@ class Llama:
             raise ArgumentError(f"stop is {stop!r}; it must be a string or a list of strings.")
         text = StreamDetokenizer(self.tokenizer, stops, continuation=continuation)
         options = self.sampling(**sampling)
-        limit = self.n_ctx if max_tokens is None else max_tokens
-        return self._stream(ids, text, options, limit)
+        limit = checks.MOST if max_tokens is None else max_tokens
+        return self._stream(ids, text, options, limit, keep)
 
     def _stream(
-        self, ids: list[int], text: StreamDetokenizer, sampling: SamplingParams, max_tokens: int
+        self, ids: list[int], text: StreamDetokenizer, sampling: SamplingParams, max_tokens: int, keep: int | None
     ) -> Generator[str]:
         eog = self.tokenizer.eog_ids
         with self._session() as session:
-            for (new,) in session.generate([ids], sampling, max_tokens=max_tokens, eos_ids=eog):
+            kept = None if keep is None else [keep]
+            for (new,) in session.generate([ids], sampling, max_tokens=max_tokens, eos_ids=eog, keep=kept):
                 piece = "".join(text.push(token) for token in new if text.stopped is None and token not in eog)
                 if piece:
                     yield piece
@@ -259,6 +271,8 @@ class Llama:
         *,
         max_tokens: int | None = 256,
         stop: str | Sequence[str] = (),
+        context_shift: bool = False,
+        keep: int = 0,
         **sampling: Any,
     ) -> Generator[str]:
         """Yields the assistant's answer to `messages`, each {"role": ..., "content": ...}, through the chat template.
@@ -266,7 +280,8 @@ class Llama:
         Arguments as in `stream`.
         """
         ids = encode_chat(self.tokenizer, messages)
-        return self._checked_stream(ids, max_tokens, stop, sampling, continuation=False)
+        kept = self._kept(ids, keep) if context_shift else None
+        return self._checked_stream(ids, max_tokens, stop, sampling, continuation=False, keep=kept)
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """The assistant's answer to `messages`; arguments as in `stream_chat`."""

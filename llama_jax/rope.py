@@ -76,6 +76,15 @@ def rope_rotations(positions: Array, config: LlamaConfig) -> tuple[Array, Array]
     return jnp.cos(angles) * attention_factor, jnp.sin(angles) * attention_factor
 
 
+def rotate_back(x: Array, distance: Array, config: LlamaConfig) -> Array:
+    """Turns heads `x` [B, N, S, E] that stand at some positions to those `distance` [B] int32 earlier.
+
+    Turning changes no length: a yarn factor that `x` already has stays as it is.
+    """
+    angles = -distance.astype(jnp.float32)[:, None, None] * jnp.asarray(rope_frequencies(config)[0])
+    return apply_rope(x, (jnp.cos(angles), jnp.sin(angles)))
+
+
 def apply_rope(x: Array, rotations: tuple[Array, Array]) -> Array:
     """Turns the heads `x` [B, T, N, E] by `rotations`; computed in float32, returned in x's dtype."""
     cos, sin = (r[:, :, None, :] for r in rotations)

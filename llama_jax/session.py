@@ -12,15 +12,16 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
-from llama_jax.cache import KVCache
+from llama_jax.cache import KVCache, forget
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ArgumentError
-from llama_jax.generate import DecodeState, decode, prefill, start_decoding
+from llama_jax.generate import DecodeState, decode, prefill, shift_context, start_decoding
 from llama_jax.model import Params
 from llama_jax.placement import place_cache
 from llama_jax.sampling import SamplingParams
 
 _MAX_STEPS = 32  # decode steps in one dispatch
+_LEAST_TO_SHIFT = 4  # tokens of context
 _DISPATCH_SECONDS = 0.05  # what a reader of a stream does not notice
 
 
@@ -34,6 +35,8 @@ def _prefill_chunk(
 
 _prefill_jit = jax.jit(_prefill_chunk, static_argnames="config", donate_argnames=("cache", "logits"))
 _start_jit = jax.jit(start_decoding, donate_argnames=("cache", "history"))
+_forget_jit = jax.jit(forget, static_argnames="config", donate_argnames="cache")
+_shift_jit = jax.jit(shift_context, static_argnames="config", donate_argnames="state")
 _decode_jit = jax.jit(decode, static_argnames=("config", "max_steps"), donate_argnames="state")
 
 
@@ -51,6 +54,8 @@ class Timings:
     prompt_seconds: float = 0.0  # until the first token is known
     generated_tokens: int = 0
     decode_seconds: float = 0.0  # from the first token to the last
+    shifts: int = 0  # times that a full context lost its older half
+    context_full: bool = False  # a row ended for lack of room
 
     @property
     def prompt_speed(self) -> float:
@@ -103,6 +108,7 @@ class Session:
         self.capacity = capacity
         self.n_batch = min(n_batch, capacity)
         self.tokens: list[list[int]] = [[] for _ in range(batch)]  # what the cache holds
+        self._exact = [capacity] * batch  # from this slot on, a shifted row has seen tokens that are gone
         self.timings = Timings()
         self.cache = place_cache(config, batch, capacity, np.dtype(dtype or params.embedding.dtype), mesh)
         self._seconds_per_step = _DISPATCH_SECONDS
@@ -118,7 +124,7 @@ class Session:
         for prompt in prompts:
             check_prompt(prompt, self.capacity, self.config.vocab_size)
         done = [_common_prefix(held, prompt) for held, prompt in zip(self.tokens, prompts, strict=True)]
-        done = [min(n, len(prompt) - 1) for n, prompt in zip(done, prompts, strict=True)]
+        done = [min(n, len(p) - 1, exact) for n, p, exact in zip(done, prompts, self._exact, strict=True)]
         self.timings = Timings(
             prompt_tokens=sum(len(p) - n for p, n in zip(prompts, done, strict=True)), cached_tokens=sum(done)
         )
@@ -136,6 +142,7 @@ class Session:
     def _hold(self, tokens: list[Sequence[int]]) -> None:
         """Forgets all but the first `len(tokens[b])` tokens of each row, which are `tokens`."""
         self.tokens = [list(row) for row in tokens]
+        self._exact = [self.capacity] * self.batch
         lengths = jnp.asarray([len(row) for row in tokens], jnp.int32)
         if self.mesh is not None:
             lengths = jax.device_put(lengths, self.cache.lengths.sharding)
@@ -158,11 +165,18 @@ class Session:
         *,
         max_tokens: int,
         eos_ids: Sequence[int] = (),
+        keep: Sequence[int] | None = None,
     ) -> Iterator[list[list[int]]]:
         """Yields each row's new tokens as they come, some at a time, `eos_ids` included, until all rows have ended.
 
         A row ends with one of `eos_ids`, after `max_tokens`, or when its cache is full. Closing the iterator ends all.
+
+        Args:
+          keep: how many of each row's first tokens stay when its cache is full. If given, a full row does not end but
+            forgets the older half of its other tokens and goes on (llama.cpp's context shift).
         """
+        if keep is not None and self.capacity < _LEAST_TO_SHIFT:
+            raise ArgumentError(f"A context of {self.capacity} tokens cannot shift; at least {_LEAST_TO_SHIFT} can.")
         if sampling.temperature.shape[0] != self.batch:
             raise ArgumentError(f"sampling is for {sampling.temperature.shape[0]} rows; the session has {self.batch}.")
         started = time.perf_counter()
@@ -171,8 +185,10 @@ class Session:
             logits.block_until_ready()
             self.timings.prompt_seconds = time.perf_counter() - started
             return
+        if keep is not None and (cut := self._make_room(keep, [True] * self.batch, self.capacity)):
+            self.cache = _forget_jit(self.cache, self.config, *cut)
         eos = jnp.asarray(list(eos_ids), jnp.int32)
-        history = _recent_tokens(prompts, sampling.repeat_last_n)
+        history = _recent_tokens(self.tokens, sampling.repeat_last_n)
         state = _start_jit(logits, self.cache, jnp.asarray(history), sampling, eos)
         self.cache = state.cache
         new = [[token] for token in np.asarray(state.token).tolist()]
@@ -186,12 +202,43 @@ class Session:
                 self.tokens[row].extend(unseen[row][:-1])
                 unseen[row] = unseen[row][-1:]
             yield new
-            if n_generated >= max_tokens or bool(np.all(state.done)):
+            running = [not done for done in np.asarray(state.done).tolist()]
+            if n_generated >= max_tokens or not any(running):
+                full = [
+                    len(row) >= self.capacity and t not in eos_ids
+                    for row, (t,) in zip(self.tokens, unseen, strict=True)
+                ]
+                self.timings.context_full = n_generated < max_tokens and any(full)
                 return
-            state, new, n_steps = self._dispatch(state, sampling, eos, max_tokens - n_generated)
+            at_most = max_tokens - n_generated
+            if keep is not None:
+                if cut := self._make_room(keep, running, self.capacity - 1):
+                    state = _shift_jit(state, self.config, *cut)
+                    self.cache = state.cache
+                room = [self.capacity - 1 - len(row) for row, runs in zip(self.tokens, running, strict=True) if runs]
+                at_most = min(at_most, *room)
+            state, new, n_steps = self._dispatch(state, sampling, eos, at_most)
             n_generated += n_steps
             self.timings.generated_tokens += sum(map(len, new))
             self.timings.decode_seconds = time.perf_counter() - first_at
+
+    def _make_room(self, keep: Sequence[int], running: Sequence[bool], full: int) -> tuple[Array, Array] | None:
+        """Forgets half of the tokens behind the first `keep[b]` in each running row that has come to `full`.
+
+        Returns:
+          The arguments `start` and `count` of `cache.forget`; None when no row is full.
+        """
+        start, count = np.zeros((2, self.batch), np.int32)
+        for b, row in enumerate(self.tokens):
+            if running[b] and len(row) >= full:
+                start[b] = min(keep[b], len(row) - 2)
+                count[b] = (len(row) - start[b]) // 2
+                del row[start[b] : start[b] + count[b]]
+                self._exact[b] = min(self._exact[b], start[b])
+        if not count.any():
+            return None
+        self.timings.shifts += 1
+        return jnp.asarray(start), jnp.asarray(count)
 
     def _dispatch(
         self, state: DecodeState, sampling: SamplingParams, eos: Array, at_most: int

@@ -60,6 +60,32 @@ def add_prompt_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_length_options(parser: argparse.ArgumentParser, what: str) -> None:
+    """What `length_options` reads; `what` is the thing whose length they limit."""
+    help = f"most tokens of {what}; default -1, no limit"
+    parser.add_argument("-n", "--n-predict", type=int, default=-1, metavar="N", help=help)
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help=f"ends {what}; may be repeated")
+    parser.add_argument(
+        "--context-shift",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="a full context forgets its older half instead of ending the text; default: off",
+    )
+    parser.add_argument(
+        "--keep", type=int, default=0, metavar="N", help="tokens of the prompt that a shift keeps; -1: all; default 0"
+    )
+
+
+def length_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Keyword arguments of `Llama.stream`: max_tokens, stop, context_shift, keep."""
+    return dict(
+        max_tokens=None if arguments.n_predict < 0 else arguments.n_predict,
+        stop=[unescape(text) if arguments.escape else text for text in arguments.stop],
+        context_shift=arguments.context_shift,
+        keep=arguments.keep,
+    )
+
+
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     """What `sampling_options` reads."""
     group = parser.add_argument_group("sampling")
@@ -214,6 +240,15 @@ def open_tokenizer(arguments: argparse.Namespace) -> Any:
 
     with open_model(shipped_model() if arguments.model is None else resolve_path(arguments.model)) as file:
         return file.tokenizer()
+
+
+def note_full_context(model: Llama) -> None:
+    """Says why a text has ended or what it has forgotten, where that was for lack of room."""
+    logger = logging.getLogger("llama_jax.generate")
+    if model.timings.shifts:
+        logger.info("the context of %d tokens was shifted %d times", model.n_ctx, model.timings.shifts)
+    elif model.timings.context_full:
+        logger.info("the context of %d tokens is full; --context-shift goes on, -c N makes it longer", model.n_ctx)
 
 
 def speed_line(model: Llama, load_seconds: float) -> str:
