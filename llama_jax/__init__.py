@@ -16,8 +16,11 @@ if TYPE_CHECKING:
     from llama_jax.losses import loss, summed_loss, token_losses
     from llama_jax.model import Layer, Params, by_path, forward, hidden_states, init_params, parameter_specs, unembed
     from llama_jax.placement import param_shardings, place_cache, place_params, tensor_mesh
-    from llama_jax.sampling import SamplingParams, sample, sampling_params
-    from llama_jax.session import Session, Timings
+    from llama_jax.sampling.chain import distribution, sample
+    from llama_jax.sampling.logprobs import Logprobs, log_probabilities
+    from llama_jax.sampling.params import SamplingParams, join_params, sampling_params
+    from llama_jax.sampling.state import SamplerState, recent_tokens, start_state
+    from llama_jax.session import Session, Timings, TokenLogprobs
 
 __version__ = "0.1.0"
 
@@ -33,8 +36,11 @@ _PUBLIC = {
     "losses": ("loss", "summed_loss", "token_losses"),
     "model": ("Layer", "Params", "by_path", "forward", "hidden_states", "init_params", "parameter_specs", "unembed"),
     "placement": ("param_shardings", "place_cache", "place_params", "tensor_mesh"),
-    "sampling": ("SamplingParams", "sample", "sampling_params"),
-    "session": ("Session", "Timings"),
+    "sampling.chain": ("distribution", "sample"),
+    "sampling.logprobs": ("Logprobs", "log_probabilities"),
+    "sampling.params": ("SamplingParams", "join_params", "sampling_params"),
+    "sampling.state": ("SamplerState", "recent_tokens", "start_state"),
+    "session": ("Session", "Timings", "TokenLogprobs"),
 }
 _MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in names}
 

@@ -14,7 +14,17 @@ from llama_jax.cache import KVCache, forget, init_cache
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ArgumentError
 from llama_jax.model import Params, hidden_states, unembed
-from llama_jax.sampling import SamplingParams, sample, sampling_params
+from llama_jax.sampling import (
+    Logprobs,
+    SamplerState,
+    SamplingParams,
+    log_probabilities,
+    recent_tokens,
+    sample,
+    sampling_params,
+    start_state,
+)
+from llama_jax.sampling.state import where_rows
 
 
 @struct.dataclass
@@ -22,10 +32,15 @@ class DecodeState:
     """Where B sequences stand between two decode steps."""
 
     cache: KVCache  # everything up to, but without, `token`
-    token: Array  # [B] int32, sampled last and not yet seen by the model
-    n_generated: Array  # [B] int32, sampled so far, `token` included
-    history: Array  # [B, W] int32, a ring of recent tokens for penalties, -1 where empty
+    token: Array  # [B] int32, sampled last and not yet seen by the model; -1 where none may be taken
+    sampler: SamplerState
+    logprobs: Logprobs | None  # of `token`; None unless the sampling options ask for them
     done: Array  # [B] bool
+
+    @property
+    def n_generated(self) -> Array:
+        """[B] int32, tokens sampled so far, `token` included."""
+        return self.sampler.index
 
 
 def prefill(params: Params, tokens: Array, config: LlamaConfig, cache: KVCache, counts: Array) -> tuple[Array, KVCache]:
@@ -40,79 +55,82 @@ def prefill(params: Params, tokens: Array, config: LlamaConfig, cache: KVCache, 
     return unembed(params, jnp.take_along_axis(x, last, axis=1)[:, 0]), new_cache
 
 
-def recent_tokens(tokens: Array, lengths: Array, window: int) -> Array:
-    """The ring of the last `window` of `lengths` [B] tokens in `tokens` [B, T]: [B, window] int32, -1 where empty.
-
-    Token number i stands in place i mod window.
-    """
-    place = jnp.arange(window, dtype=jnp.int32)
-    i = (
-        lengths[:, None] - 1 - (lengths[:, None] - 1 - place) % max(window, 1)
-    )  # the latest i with i mod window == place
-    found = jnp.take_along_axis(tokens, jnp.maximum(i, 0), axis=1)
-    return jnp.where(i >= 0, found, -1)
-
-
 def start_decoding(
     logits: Array,
     cache: KVCache,
-    history: Array,
+    sampler: SamplerState,
     sampling: SamplingParams,
     eos_ids: Array,
     running: Array | None = None,
+    mask: Array | None = None,
 ) -> DecodeState:
     """Samples the first token from the prefill's `logits` [B, V].
 
     Args:
-      history: as `recent_tokens` gives it for the prompt.
+      sampler: `start_state(sampling, recent_tokens(prompts, lengths, sampling.window))`.
       eos_ids: [N] int32, tokens that end a row.
       running: [B] bool, False for rows that are to generate nothing; None means all run.
+      mask: the tokens that are allowed, as in `sample`.
     """
     B = logits.shape[0]
     state = DecodeState(
         cache=cache,
         token=jnp.zeros(B, jnp.int32),
-        n_generated=jnp.zeros(B, jnp.int32),
-        history=history,
+        sampler=sampler,
+        logprobs=None,
         done=jnp.zeros(B, jnp.bool_) if running is None else ~running,
     )
-    return _sample_next(logits, state, sampling, eos_ids)
+    return sample_next(logits, state, sampling, eos_ids, mask)
 
 
-def _sample_next(logits: Array, state: DecodeState, sampling: SamplingParams, eos_ids: Array) -> DecodeState:
-    """Gives each running row its next token; a row that cannot take it into its cache later is done after it."""
-    token = sample(logits, sampling, state.history, state.n_generated)
-    token = jnp.where(state.done, state.token, token)
-    history = state.history
-    if sampling.repeat_last_n:
-        # The cache holds every token but the new one, so its length is the new token's number.
-        place = jnp.where(state.done, sampling.repeat_last_n, state.cache.lengths % sampling.repeat_last_n)
-        history = history.at[jnp.arange(token.shape[0]), place].set(token, mode="drop")
-    ended = jnp.any(token[:, None] == eos_ids, axis=1) | (state.cache.lengths >= state.cache.capacity)
-    return replace(
-        state,
-        token=token,
-        n_generated=state.n_generated + (~state.done).astype(jnp.int32),
-        history=history,
+def sample_next(
+    logits: Array, state: DecodeState, sampling: SamplingParams, eos_ids: Array, mask: Array | None = None
+) -> DecodeState:
+    """Gives each running row its next token from `logits` [B, V]; rows that are done stay as they are.
+
+    A row is done after one of `eos_ids`, after a token that its cache cannot take later, and where no token may be
+    taken. `mask` is as in `sample`.
+    """
+    token, sampler = sample(logits, sampling, state.sampler, mask)
+    logprobs = None
+    if sampling.logprobs is not None:
+        logprobs = log_probabilities(logits, token, sampling.logprobs, sampling.vocab_limit)
+    ended = jnp.any(token[:, None] == eos_ids, axis=1) | (token < 0) | (state.cache.lengths >= state.cache.capacity)
+    return DecodeState(
+        cache=state.cache,
+        token=jnp.where(state.done, state.token, token),
+        sampler=where_rows(~state.done, sampler, state.sampler),
+        logprobs=logprobs,
         done=state.done | ended,
     )
 
 
-def decode_step(
-    params: Params, config: LlamaConfig, state: DecodeState, sampling: SamplingParams, eos_ids: Array
-) -> DecodeState:
-    """Runs the model on each row's latest token and samples the next; rows that are done stay as they are."""
+def next_logits(params: Params, config: LlamaConfig, state: DecodeState) -> tuple[Array, DecodeState]:
+    """Runs the model on each running row's latest token: `(logits [B, V], state)`."""
     counts = (~state.done).astype(jnp.int32)
     logits, cache = prefill(params, state.token[:, None], config, state.cache, counts)
-    return _sample_next(logits, replace(state, cache=cache), sampling, eos_ids)
+    return logits, replace(state, cache=cache)
+
+
+def decode_step(
+    params: Params,
+    config: LlamaConfig,
+    state: DecodeState,
+    sampling: SamplingParams,
+    eos_ids: Array,
+    mask: Array | None = None,
+) -> DecodeState:
+    """Runs the model on each row's latest token and samples the next; rows that are done stay as they are."""
+    logits, state = next_logits(params, config, state)
+    return sample_next(logits, state, sampling, eos_ids, mask)
 
 
 def shift_context(state: DecodeState, config: LlamaConfig, start: Array, count: Array) -> DecodeState:
     """Makes room in the cache: `cache.forget`s `count` [B] tokens of each row from number `start` [B] on."""
-    W = state.history.shape[1]
-    places = (jnp.arange(W, dtype=jnp.int32) + count[:, None]) % max(W, 1)  # the ring, since token numbers go down
-    history = jnp.take_along_axis(state.history, places, axis=1)
-    return replace(state, cache=forget(state.cache, config, start, count), history=history)
+    return replace(state, cache=forget(state.cache, config, start, count))
+
+
+_Carry = tuple[DecodeState, Array, Logprobs | None, Array]
 
 
 def decode(
@@ -123,30 +141,37 @@ def decode(
     eos_ids: Array,
     max_steps: int,
     n_steps: Array,
-) -> tuple[DecodeState, Array, Array]:
+) -> tuple[DecodeState, Array, Array, Logprobs | None]:
     """Up to `n_steps` [] int32 decode steps on the device, fewer when every row is done.
 
     Returns:
       state.
       tokens: [B, max_steps] int32, each row's new tokens from the left.
       counts: [B] int32, how many of them are real.
+      log-probabilities of the tokens, [B, max_steps, ...], if the sampling options ask for them.
     """
     B = state.token.shape[0]
     first = state.n_generated
 
-    def running(carry: tuple[DecodeState, Array, Array]) -> Array:
-        state, _, step = carry
+    def running(carry: _Carry) -> Array:
+        state, _, _, step = carry
         return (step < jnp.minimum(n_steps, max_steps)) & ~jnp.all(state.done)
 
-    def body(carry: tuple[DecodeState, Array, Array]) -> tuple[DecodeState, Array, Array]:
-        state, tokens, step = carry
+    def put(column: Array, step: Array, table: Array) -> Array:
+        start = (jnp.int32(0), step, *(jnp.int32(0),) * (table.ndim - 2))
+        return jax.lax.dynamic_update_slice(table, column[:, None], start)
+
+    def body(carry: _Carry) -> _Carry:
+        state, tokens, logprobs, step = carry
         new = decode_step(params, config, state, sampling, eos_ids)
-        column = jnp.where(state.done, 0, new.token)
-        return new, jax.lax.dynamic_update_slice(tokens, column[:, None], (0, step)), step + 1
+        tokens = put(jnp.where(state.done, 0, new.token), step, tokens)
+        logprobs = jax.tree.map(lambda column, table: put(column, step, table), new.logprobs, logprobs)
+        return new, tokens, logprobs, step + 1
 
     tokens = jnp.zeros((B, max_steps), jnp.int32)
-    state, tokens, _ = jax.lax.while_loop(running, body, (state, tokens, jnp.int32(0)))
-    return state, tokens, state.n_generated - first
+    logprobs = jax.tree.map(lambda x: jnp.zeros((B, max_steps, *x.shape[1:]), x.dtype), state.logprobs)
+    state, tokens, logprobs, _ = jax.lax.while_loop(running, body, (state, tokens, logprobs, jnp.int32(0)))
+    return state, tokens, state.n_generated - first, logprobs
 
 
 def generate_tokens(
@@ -172,7 +197,7 @@ def generate_tokens(
 
     Returns:
       tokens: [B, max_tokens] int32, new tokens from the left, 0 behind them.
-      counts: [B] int32, how many are real.
+      counts: [B] int32, how many are real; the last of them is -1 where the options let no token be taken.
     """
     if max_tokens < 1:
         raise ArgumentError(f"max_tokens is {max_tokens}; it must be at least 1.")
@@ -187,10 +212,10 @@ def generate_tokens(
     elif cache.capacity < T:
         raise ArgumentError(f"The prompts have {T} tokens, more than the cache's capacity, {cache.capacity}.")
     logits, cache = prefill(params, tokens, config, cache, lengths)
-    history = recent_tokens(tokens, lengths, sampling.repeat_last_n)
-    state = start_decoding(logits, cache, history, sampling, eos_ids)
+    sampler = start_state(sampling, recent_tokens(tokens, lengths, sampling.window))
+    state = start_decoding(logits, cache, sampler, sampling, eos_ids)
     first = state.token
-    _, rest, counts = decode(
+    _, rest, counts, _ = decode(
         params, config, state, sampling, eos_ids, max(max_tokens - 1, 1), jnp.int32(max_tokens - 1)
     )
     return jnp.concatenate([first[:, None], rest], axis=1)[:, :max_tokens], counts + 1

@@ -15,10 +15,19 @@ from jax.sharding import Mesh
 from llama_jax.cache import KVCache, forget
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ArgumentError
-from llama_jax.generate import DecodeState, decode, prefill, shift_context, start_decoding
+from llama_jax.generate import (
+    DecodeState,
+    decode,
+    next_logits,
+    prefill,
+    sample_next,
+    shift_context,
+    start_decoding,
+)
+from llama_jax.grammar import Constraint, TokenMasks
 from llama_jax.model import Params
 from llama_jax.placement import place_cache
-from llama_jax.sampling import SamplingParams
+from llama_jax.sampling import Logprobs, SamplingParams, start_state
 
 _MAX_STEPS = 32  # decode steps in one dispatch
 _LEAST_TO_SHIFT = 4  # tokens of context
@@ -34,10 +43,12 @@ def _prefill_chunk(
 
 
 _prefill_jit = jax.jit(_prefill_chunk, static_argnames="config", donate_argnames=("cache", "logits"))
-_start_jit = jax.jit(start_decoding, donate_argnames=("cache", "history"))
+_start_jit = jax.jit(start_decoding, donate_argnames=("cache", "sampler"))
 _forget_jit = jax.jit(forget, static_argnames="config", donate_argnames="cache")
 _shift_jit = jax.jit(shift_context, static_argnames="config", donate_argnames="state")
 _decode_jit = jax.jit(decode, static_argnames=("config", "max_steps"), donate_argnames="state")
+_next_logits_jit = jax.jit(next_logits, static_argnames="config", donate_argnames="state")
+_sample_jit = jax.jit(sample_next, donate_argnames=("logits", "state"))
 
 
 def chunk_lengths(n_batch: int) -> tuple[int, ...]:
@@ -66,6 +77,27 @@ class Timings:
     def decode_speed(self) -> float:
         """New tokens per second, without the first of each row, which the prompt pays for."""
         return self.generated_tokens / self.decode_seconds if self.decode_seconds else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural logarithms of the model's probabilities at one place of the text, before any sampler; finite numbers."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]  # the most likely tokens, best first
+
+
+def token_logprobs(ids: Sequence[int], logprobs: Logprobs, row: int) -> list[TokenLogprobs]:
+    """For people: of the first tokens `ids` of a row, from arrays [B, T, ...] on the host."""
+    return [
+        TokenLogprobs(
+            token=token,
+            logprob=float(logprobs.token[row, i]),
+            top=tuple(zip(logprobs.top_ids[row, i].tolist(), logprobs.top[row, i].tolist(), strict=True)),
+        )
+        for i, token in enumerate(ids)
+    ]
 
 
 def check_prompt(prompt: Sequence[int], capacity: int, vocab_size: int) -> None:
@@ -110,6 +142,7 @@ class Session:
         self.tokens: list[list[int]] = [[] for _ in range(batch)]  # what the cache holds
         self._exact = [capacity] * batch  # from this slot on, a shifted row has seen tokens that are gone
         self.timings = Timings()
+        self.logprobs: list[list[TokenLogprobs]] = [[] for _ in range(batch)]  # of the running or latest generation
         self.cache = place_cache(config, batch, capacity, np.dtype(dtype or params.embedding.dtype), mesh)
         self._seconds_per_step = _DISPATCH_SECONDS
 
@@ -166,19 +199,30 @@ class Session:
         max_tokens: int,
         eos_ids: Sequence[int] = (),
         keep: Sequence[int] | None = None,
+        constraints: Sequence[Constraint | None] = (),
     ) -> Iterator[list[list[int]]]:
         """Yields each row's new tokens as they come, some at a time, `eos_ids` included, until all rows have ended.
 
-        A row ends with one of `eos_ids`, after `max_tokens`, or when its cache is full. Closing the iterator ends all.
+        A row ends with one of `eos_ids`, after `max_tokens`, when its cache is full, or when its constraint allows
+        nothing more. Closing the iterator ends all. Where `sampling` asks for log-probabilities, `self.logprobs` holds
+        those of each row's tokens so far.
 
         Args:
           keep: how many of each row's first tokens stay when its cache is full. If given, a full row does not end but
             forgets the older half of its other tokens and goes on (llama.cpp's context shift).
+          constraints: one per row, None for a free one; () leaves all free.
+
+        Raises:
+          ArgumentError: prompts or options do not fit, or the options let no token be taken.
         """
         if keep is not None and self.capacity < _LEAST_TO_SHIFT:
             raise ArgumentError(f"A context of {self.capacity} tokens cannot shift; at least {_LEAST_TO_SHIFT} can.")
-        if sampling.temperature.shape[0] != self.batch:
-            raise ArgumentError(f"sampling is for {sampling.temperature.shape[0]} rows; the session has {self.batch}.")
+        if sampling.batch != self.batch:
+            raise ArgumentError(f"sampling is for {sampling.batch} rows; the session has {self.batch}.")
+        if constraints and len(constraints) != self.batch:
+            raise ArgumentError(f"{len(constraints)} constraints were given for {self.batch} rows.")
+        masks = TokenMasks(constraints, self.config.vocab_size) if any(constraints) else None
+        self.logprobs = [[] for _ in range(self.batch)]
         started = time.perf_counter()
         logits = self.prefill(prompts)
         if max_tokens < 1:
@@ -188,15 +232,18 @@ class Session:
         if keep is not None and (cut := self._make_room(keep, [True] * self.batch, self.capacity)):
             self.cache = _forget_jit(self.cache, self.config, *cut)
         eos = jnp.asarray(list(eos_ids), jnp.int32)
-        history = _recent_tokens(self.tokens, sampling.repeat_last_n)
-        state = _start_jit(logits, self.cache, jnp.asarray(history), sampling, eos)
+        sampler = start_state(sampling, jnp.asarray(_recent_tokens(prompts, sampling.window)))
+        mask = None if masks is None else jnp.asarray(masks.words())
+        state = _start_jit(logits, self.cache, sampler, sampling, eos, mask=mask)
         self.cache = state.cache
-        new = [[token] for token in np.asarray(state.token).tolist()]
+        new = self._taken(state.token[:, None], np.ones(self.batch, np.int32), state.logprobs)
         first_at = time.perf_counter()
         self.timings.prompt_seconds = first_at - started
         unseen = [[] for _ in range(self.batch)]  # tokens that the cache does not hold yet: each row's latest
         n_generated = 1
         while True:
+            if masks is not None:
+                state = replace(state, done=state.done | jnp.asarray(masks.accept(new)))
             for row in range(self.batch):
                 unseen[row].extend(new[row])
                 self.tokens[row].extend(unseen[row][:-1])
@@ -217,7 +264,10 @@ class Session:
                     self.cache = state.cache
                 room = [self.capacity - 1 - len(row) for row, runs in zip(self.tokens, running, strict=True) if runs]
                 at_most = min(at_most, *room)
-            state, new, n_steps = self._dispatch(state, sampling, eos, at_most)
+            if masks is None:
+                state, new, n_steps = self._dispatch(state, sampling, eos, at_most)
+            else:
+                state, new, n_steps = self._constrained_step(state, sampling, eos, masks)
             n_generated += n_steps
             self.timings.generated_tokens += sum(map(len, new))
             self.timings.decode_seconds = time.perf_counter() - first_at
@@ -247,13 +297,39 @@ class Session:
         wanted = int(_DISPATCH_SECONDS / self._seconds_per_step)
         n_steps = max(1, min(wanted, _MAX_STEPS, at_most))
         started = time.perf_counter()
-        state, tokens, counts = _decode_jit(
+        state, tokens, counts, logprobs = _decode_jit(
             self.params, self.config, state, sampling, eos, _MAX_STEPS, jnp.int32(n_steps)
         )
         self.cache = state.cache
-        tokens, counts = jax.device_get((tokens, counts))
+        new = self._taken(tokens, counts, logprobs)
         self._seconds_per_step = (time.perf_counter() - started) / n_steps
-        return state, [row[:n].tolist() for row, n in zip(tokens, counts, strict=True)], n_steps
+        return state, new, n_steps
+
+    def _constrained_step(
+        self, state: DecodeState, sampling: SamplingParams, eos: Array, masks: TokenMasks
+    ) -> tuple[DecodeState, list[list[int]], int]:
+        """One decode step; the host finds the allowed tokens while the device runs the model."""
+        running = ~np.asarray(state.done)
+        logits, state = _next_logits_jit(self.params, self.config, state)
+        self.cache = state.cache
+        state = _sample_jit(logits, state, sampling, eos, jnp.asarray(masks.words()))
+        self.cache = state.cache
+        logprobs = state.logprobs and jax.tree.map(lambda x: x[:, None], state.logprobs)
+        return state, self._taken(state.token[:, None], running.astype(np.int32), logprobs), 1
+
+    def _taken(self, tokens: Array, counts: Array | np.ndarray, logprobs: Logprobs | None) -> list[list[int]]:
+        """The first `counts` [B] of each row's `tokens` [B, T]; their log-probabilities join `self.logprobs`."""
+        tokens, counts, logprobs = jax.device_get((tokens, counts, logprobs))
+        new = [row[:n].tolist() for row, n in zip(tokens, counts, strict=True)]
+        for row, ids in enumerate(new):
+            if -1 in ids:
+                raise ArgumentError(
+                    f"Sequence {row} cannot go on: logit bias, constraint and the end-of-generation tokens that are "
+                    "ignored ban every token, or the model's logits are not numbers."
+                )
+            if logprobs is not None:
+                self.logprobs[row] += token_logprobs(ids, logprobs, row)
+        return new
 
     def warm_up(self, sampling: SamplingParams, *, longest_prompt: int, eos_ids: Sequence[int] = ()) -> None:
         """Compiles what a generation will need, by running it on nothing: no token is written.
@@ -270,9 +346,8 @@ class Session:
             tokens = jnp.zeros((self.batch, length), jnp.int32)
             logits, self.cache = _prefill_jit(self.params, tokens, self.config, self.cache, nothing, logits)
         eos = jnp.asarray(list(eos_ids), jnp.int32)
-        history = jnp.asarray(_recent_tokens([[]] * self.batch, sampling.repeat_last_n))
-        state = _start_jit(logits, self.cache, history, sampling, eos)
-        state, _, _ = _decode_jit(self.params, self.config, state, sampling, eos, _MAX_STEPS, jnp.int32(0))
+        state = _start_jit(logits, self.cache, start_state(sampling), sampling, eos)
+        state, *_ = _decode_jit(self.params, self.config, state, sampling, eos, _MAX_STEPS, jnp.int32(0))
         self.cache = state.cache
         jax.block_until_ready(self.cache)
 
@@ -282,9 +357,9 @@ def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def _recent_tokens(prompts: Sequence[Sequence[int]], window: int) -> np.ndarray:
-    """The ring of `generate.recent_tokens`, from lists: [B, window] int32."""
-    ring = np.full((len(prompts), window), -1, np.int32)
-    for row, prompt in zip(ring, prompts, strict=True):
-        for i in range(max(0, len(prompt) - window), len(prompt)):
-            row[i % window] = prompt[i]
-    return ring
+    """`sampling.recent_tokens` from lists: [B, window] int32."""
+    recent = np.full((len(prompts), window), -1, np.int32)
+    for row, prompt in zip(recent, prompts, strict=True):
+        latest = prompt[max(0, len(prompt) - window) :][::-1]
+        row[: len(latest)] = latest
+    return recent

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from random_model import QUANTIZATIONS, random_params
 
-from llama_jax import PRESETS, init_cache, sampling_params, start_decoding
+from llama_jax import PRESETS, init_cache, sampling_params, start_decoding, start_state
 from llama_jax.config import LlamaConfig
 from llama_jax.generate import decode
 from llama_jax.model import Params
@@ -35,8 +35,7 @@ def bench(params: Params, config: LlamaConfig, batch: int, context: int, repeats
     cache = replace(cache, lengths=jnp.full(batch, filled, jnp.int32))
     sampling = sampling_params(batch, temperature=0.0)
     eos = jnp.zeros(0, jnp.int32)
-    history = jnp.zeros((batch, 0), jnp.int32)
-    state = start_decoding(jnp.zeros((batch, config.vocab_size)), cache, history, sampling, eos)
+    state = start_decoding(jnp.zeros((batch, config.vocab_size)), cache, start_state(sampling), sampling, eos)
     step = jax.jit(decode, static_argnames=("config", "max_steps"), donate_argnames="state")
     started = time.perf_counter()
     compiled = step.lower(params, config, state, sampling, eos, STEPS, jnp.int32(STEPS)).compile()
@@ -44,7 +43,7 @@ def bench(params: Params, config: LlamaConfig, batch: int, context: int, repeats
 
     def run() -> jax.Array:
         nonlocal state
-        state, tokens, _ = compiled(params, state, sampling, eos, jnp.int32(STEPS))
+        state, tokens, *_ = compiled(params, state, sampling, eos, jnp.int32(STEPS))
         return tokens
 
     seconds = benchmark.median_seconds(run, repeats) / STEPS

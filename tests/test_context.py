@@ -8,7 +8,6 @@ import pytest
 import llama_jax
 from llama_jax import ArgumentError, Llama, RopeScaling, Session, forward, init_cache, prefill, sampling_params
 from llama_jax.cache import forget
-from llama_jax.generate import shift_context, start_decoding
 from llama_jax.rope import apply_rope, rope_rotations, rotate_back
 from tests.tiny import tiny_config, tiny_params
 
@@ -81,17 +80,6 @@ def test_deeper_layers_keep_their_values_and_turn_their_keys():
         angle = -8 * 10000.0 ** (-2 * np.arange(6) / 12)
         turned = [left * np.cos(angle) - right * np.sin(angle), right * np.cos(angle) + left * np.sin(angle)]
         np.testing.assert_allclose(got[0, :, 4:12], np.concatenate(turned, axis=-1), atol=1e-5)
-
-
-def test_the_ring_of_penalised_tokens_turns_with_the_numbers():
-    _, cache = filled(ONE_LAYER, tiny_params(ONE_LAYER), ROWS)
-    ring = jnp.asarray([[row[i] for i in sorted(range(len(row))[-5:], key=lambda i: i % 5)] for row in ROWS], jnp.int32)
-    state = start_decoding(
-        jnp.zeros((2, 101)), cache, ring, sampling_params(2, temperature=0.0), jnp.zeros(0, jnp.int32)
-    )
-    shifted = shift_context(state, ONE_LAYER, START, COUNT)
-    expected = [[row[i] for i in sorted(range(len(row))[-5:], key=lambda i: i % 5)] for row in KEPT]
-    assert shifted.history.tolist() == expected
 
 
 def from_scratch(params, config, prompt: list[int], n: int, capacity: int, keep: int) -> tuple[list[int], int]:

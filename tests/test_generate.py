@@ -15,7 +15,8 @@ from llama_jax import (
     start_decoding,
 )
 from llama_jax import session as session_module
-from llama_jax.generate import decode, recent_tokens
+from llama_jax.generate import decode
+from llama_jax.sampling import recent_tokens, start_state
 from llama_jax.session import _recent_tokens, chunk_lengths
 from tests.tiny import tiny_config, tiny_params
 
@@ -149,14 +150,11 @@ def test_prompts_that_do_not_fit_are_named(prompts, words):
         Session(PARAMS, CONFIG, capacity=40).prefill(prompts)
 
 
-def test_the_ring_of_recent_tokens():
+def test_recent_tokens_come_latest_first():
     prompts = [[1, 2, 3, 4, 5], [6], [7, 8, 9]]
     tokens, lengths = padded(prompts)
     for window in (1, 2, 3, 8):
-        expected = np.full((3, window), -1)
-        for row, prompt in enumerate(prompts):
-            for i, token in enumerate(prompt):
-                expected[row, i % window] = token
+        expected = [(prompt[::-1] + [-1] * window)[:window] for prompt in prompts]
         np.testing.assert_array_equal(recent_tokens(tokens, lengths, window), expected)
         np.testing.assert_array_equal(_recent_tokens(prompts, window), expected)
     assert recent_tokens(tokens, lengths, 0).shape == (3, 0)
@@ -202,7 +200,7 @@ def test_the_compiled_decode_step_updates_the_cache_in_place():
     sampling = sampling_params(temperature=0.0)
     eos = jnp.zeros(1, jnp.int32)
     cache = init_cache(CONFIG, 1, 32, jnp.float32)
-    state = start_decoding(jnp.zeros((1, 101)), cache, jnp.zeros((1, 0), jnp.int32), sampling, eos)
+    state = start_decoding(jnp.zeros((1, 101)), cache, start_state(sampling), sampling, eos)
     lowered = session_module._decode_jit.lower(PARAMS, CONFIG, state, sampling, eos, 4, jnp.int32(4))
     compiled = lowered.compile()
     buffers = 2 * CONFIG.n_layers

@@ -7,19 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llama_jax import ArgumentError, sample, sampling_params
-from llama_jax.sampling import keep_min_p, keep_top_k, keep_top_p, penalize_repeats
+from llama_jax import ArgumentError, join_params, sample, sampling_params, start_state
+from llama_jax.sampling.truncation import keep_min_p, keep_top_k, keep_top_p
 
 V = 50
-NO_HISTORY = jnp.full((1, 0), -1, jnp.int32)
 
 
 def draws(logits: np.ndarray, n: int, history=None, **options) -> np.ndarray:
     """`n` draws from one row of logits [V], each as another row of the batch."""
     params = sampling_params(n, **options)
-    ring = jnp.full((n, params.repeat_last_n), -1, jnp.int32) if history is None else jnp.tile(history, (n, 1))
     rows = jnp.tile(jnp.asarray(logits, jnp.float32), (n, 1))
-    return np.asarray(jax.jit(sample)(rows, params, ring, jnp.zeros(n, jnp.int32)))
+    return np.asarray(jax.jit(sample)(rows, params, start_state(params, history))[0])
 
 
 def sorted_rows(seed: int, rows: int = 3) -> np.ndarray:
@@ -64,13 +62,6 @@ def test_min_p(seed, p):
     assert kept[:, 0].all()
 
 
-def test_each_repeated_token_is_weakened_once():
-    logits = jnp.asarray([[2.0, -2.0, 1.0, 0.5]])
-    history = jnp.asarray([[0, 0, 1, -1, 0]], jnp.int32)
-    weakened = penalize_repeats(logits, history, jnp.asarray([1.25]))
-    np.testing.assert_allclose(weakened, [[1.6, -2.5, 1.0, 0.5]])
-
-
 def test_draws_follow_the_distribution():
     logits = np.random.default_rng(3).normal(0, 1.5, 10)
     got = draws(logits, 20000, temperature=0.7, top_k=0, top_p=1.0, min_p=0.0, seed=11)
@@ -100,11 +91,9 @@ def test_greedy_takes_the_lowest_of_equals():
     logits = np.zeros(V)
     logits[[7, 9]] = 1.0
     assert draws(logits, 1, temperature=0.0).tolist() == [7]
-    with_zero_row = sampling_params(2, temperature=0.5, top_k=5, seed=0)
+    mixed = join_params([sampling_params(temperature=0.0), sampling_params(temperature=0.5, top_k=5, seed=0)])
     rows = jnp.tile(jnp.asarray(logits, jnp.float32), (2, 1))
-    history = jnp.full((2, 0), -1, jnp.int32)
-    mixed = with_zero_row.replace(temperature=jnp.asarray([0.0, 0.5]))
-    assert sample(rows, mixed, history, jnp.zeros(2, jnp.int32))[0] == 7
+    assert sample(rows, mixed, start_state(mixed))[0][0] == 7
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
