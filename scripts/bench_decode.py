@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from random_model import QUANTIZATIONS, random_params
 
-from llama_jax import PRESETS, init_cache, sampling_params, start_decoding, start_state
+from llama_jax import PRESETS, SamplingParams, init_cache, sampling_params, start_decoding, start_state
 from llama_jax.config import LlamaConfig
 from llama_jax.generate import decode
 from llama_jax.model import Params
@@ -27,13 +27,20 @@ from llama_jax.roofline import decode_bytes, peak_bandwidth
 STEPS = 32
 
 
-def bench(params: Params, config: LlamaConfig, batch: int, context: int, repeats: int) -> dict[str, Any]:
-    """One line of results for `batch` sequences of `context` tokens."""
+def bench(
+    params: Params,
+    config: LlamaConfig,
+    batch: int,
+    context: int,
+    repeats: int,
+    sampling: SamplingParams | None = None,
+) -> dict[str, Any]:
+    """One line of results for `batch` sequences of `context` tokens; without `sampling` they are decoded greedily."""
     dtype = params.embedding.dtype
     cache = init_cache(config, batch, context, dtype)
     filled = context - STEPS * (repeats + 2)
     cache = replace(cache, lengths=jnp.full(batch, filled, jnp.int32))
-    sampling = sampling_params(batch, temperature=0.0)
+    sampling = sampling_params(batch, temperature=0.0) if sampling is None else sampling
     eos = jnp.zeros(0, jnp.int32)
     state = start_decoding(jnp.zeros((batch, config.vocab_size)), cache, start_state(sampling), sampling, eos)
     step = jax.jit(decode, static_argnames=("config", "max_steps"), donate_argnames="state")
