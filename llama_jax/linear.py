@@ -2,12 +2,72 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+from typing import Any
+
+import jax
 import jax.numpy as jnp
+from flax import struct
 from jax import Array, lax
 from jax.typing import DTypeLike
 
 from llama_jax.kernels.quantized_matmul import quantized_matmul
 from llama_jax.quantization.packed import QuantizedTensor, take_rows
+
+
+@struct.dataclass
+class Joined:
+    """Weights [out, in] of the same input, laid behind each other: one product serves all. See `join`.
+
+    Attributes:
+      rows: [sum of outs, in].
+      outs: rows of each weight.
+    """
+
+    rows: Any
+    outs: tuple[int, ...] = struct.field(pytree_node=False)
+
+
+def join(*weights: Any) -> list[Any]:
+    """Neighbours of the same kind as one `Joined` each, with None in the places of all but its first.
+
+    What is joined is copied, and the single weights' memory is given back at once: they cannot be used any more.
+    """
+    result: list[Any] = []
+    for _, neighbours in itertools.groupby(weights, _kind):
+        alike = list(neighbours)
+        if len(alike) == 1:
+            result += alike
+            continue
+        rows = jax.tree.map(lambda *parts: jnp.concatenate(parts), *alike)
+        jax.block_until_ready(rows)
+        for leaf in jax.tree.leaves(alike):
+            leaf.delete()
+        result += [Joined(rows, tuple(weight.shape[0] for weight in alike)), *[None] * (len(alike) - 1)]
+    return result
+
+
+def _kind(weight: Any) -> Any:
+    """Equal for weights that `join` may lay behind each other."""
+    if isinstance(weight, QuantizedTensor):
+        return weight.type_name, weight.dtype, weight.shape[1:]
+    return (weight.dtype, weight.shape[1:]) if isinstance(weight, Array) else object()
+
+
+def linears(x: Array, *weights: Any) -> list[Array]:
+    """The products of `x` [..., in] with several weights, each [..., out]; what `join` made of them is one product."""
+    results: list[Array] = []
+    for weight in weights:
+        if isinstance(weight, Joined):
+            borders = list(itertools.accumulate(weight.outs))[:-1]
+            if x.size == x.shape[-1] and isinstance(weight.rows, Array):  # then XLA joins the sums by itself
+                results += [linear(x, part) for part in jnp.split(weight.rows, borders)]
+            else:
+                results += jnp.split(linear(x, weight.rows), borders, axis=-1)
+        elif weight is not None:
+            results.append(linear(x, weight))
+    return results
 
 
 def linear(x: Array, weight: Array | QuantizedTensor, dtype: DTypeLike | None = None) -> Array:
@@ -20,28 +80,27 @@ def linear(x: Array, weight: Array | QuantizedTensor, dtype: DTypeLike | None = 
     """
     if isinstance(weight, QuantizedTensor):
         return quantized_matmul(x, weight, dtype)
-    dtype = dtype or x.dtype
+    dtype = jnp.dtype(dtype or x.dtype)
     weight = weight.astype(x.dtype)
     if x.size == x.shape[-1]:
-        out = lax.platform_dependent(x, weight, cuda=_one_row, default=_any_rows)
-    else:
-        out = _any_rows(x, weight)
-    return out.astype(dtype)
+        one_row, any_rows = functools.partial(_one_row, dtype=dtype), functools.partial(_any_rows, dtype=dtype)
+        return lax.platform_dependent(x, weight, cuda=one_row, default=any_rows)
+    return _any_rows(x, weight, dtype)
 
 
-def _any_rows(x: Array, weight: Array) -> Array:
+def _any_rows(x: Array, weight: Array, dtype: jnp.dtype) -> Array:
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return jnp.einsum("...i,oi->...o", x, weight, precision=precision, preferred_element_type=jnp.float32)
+    return jnp.einsum("...i,oi->...o", x, weight, precision=precision, preferred_element_type=dtype)
 
 
-def _one_row(x: Array, weight: Array) -> Array:
+def _one_row(x: Array, weight: Array, dtype: jnp.dtype) -> Array:
     """The product of a single row as multiplication and sum.
 
     XLA makes of it a reduction that reads the weight at 3.6 to 4.6 TB/s on an H200 and takes in what stands around it
     (the norm's scale, SiLU, the conversion); its matrix product for one row reads at 2.2 to 3.8 and takes in nothing.
     """
     out = jnp.sum(weight.astype(jnp.float32) * x.reshape(-1).astype(jnp.float32), axis=-1)
-    return out.reshape(*x.shape[:-1], -1)
+    return out.reshape(*x.shape[:-1], -1).astype(dtype)
 
 
 def embed(tokens: Array, weight: Array | QuantizedTensor) -> Array:

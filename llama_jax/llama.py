@@ -11,6 +11,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
@@ -18,7 +19,7 @@ from jax.typing import DTypeLike
 from llama_jax import checks
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ArgumentError
-from llama_jax.model import Params
+from llama_jax.model import Params, join_projections
 from llama_jax.placement import Place, check_devices, default_dtype, place_params
 from llama_jax.sampling import SamplingParams, sampling_params
 from llama_jax.session import Session, Timings, check_prompt
@@ -93,6 +94,8 @@ def load(
         if progress is not None:
             place = _with_progress(place, loaded_bytes(file, dtype, packed), progress)
         params = load_params(file, dtype, place, packed=packed)
+        if mesh is None and jax.default_backend() == "gpu":
+            params = join_projections(params)
         return Llama(file.config, params, tokenizer, n_ctx=n_ctx, n_batch=n_batch, mesh=mesh)
 
 

@@ -8,6 +8,7 @@ Axis letters, used in einsum strings, shapes and comments everywhere in this pac
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +21,7 @@ from llama_jax.cache import KVCache, advance, append_and_attend
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ArgumentError
 from llama_jax.kernels.attention import attention
-from llama_jax.linear import embed, linear
+from llama_jax.linear import embed, join, linear, linears
 from llama_jax.rope import apply_rope, rope_rotations
 
 
@@ -115,6 +116,19 @@ def init_params(key: Array, config: LlamaConfig, dtype: DTypeLike = jnp.float32,
     return jax.tree.unflatten(structure, leaves)
 
 
+def join_projections(params: Params) -> Params:
+    """The same model with wq, wk and wv as one product and w_gate and w_up as another: fewer and larger kernels.
+
+    For decoding on one device; what is joined cannot be used as single weights any more, see `llama_jax.linear.join`.
+    """
+    layers = []
+    for layer in params.layers:
+        wq, wk, wv = join(layer.wq, layer.wk, layer.wv)
+        w_gate, w_up = join(layer.w_gate, layer.w_up)
+        layers.append(replace(layer, wq=wq, wk=wk, wv=wv, w_gate=w_gate, w_up=w_up))
+    return replace(params, layers=tuple(layers))
+
+
 def rms_norm(x: Array, weight: Array, epsilon: float) -> Array:
     """`x` [..., D] over its root mean square (Zhang and Sennrich 2019), times `weight` [D]; float32 inside."""
     x32 = x.astype(jnp.float32)
@@ -132,9 +146,10 @@ def _attention_block(
     counts: Array,
 ) -> tuple[Array, KVCache | None]:
     B, T, _ = x.shape
-    q = apply_rope(linear(x, layer.wq).reshape(B, T, config.n_heads, config.head_dim), rotations)
-    k = apply_rope(linear(x, layer.wk).reshape(B, T, config.n_kv_heads, config.head_dim), rotations)
-    v = linear(x, layer.wv).reshape(B, T, config.n_kv_heads, config.head_dim)
+    q, k, v = (
+        heads.reshape(B, T, -1, config.head_dim) for heads in linears(x, layer.wq, layer.wk, layer.wv)
+    )  # [B, T, H, E] and twice [B, T, K, E]
+    q, k = apply_rope(q, rotations), apply_rope(k, rotations)
     if cache is None:
         start = jnp.zeros(B, jnp.int32)
         out = attention(q, k.swapaxes(1, 2), v.swapaxes(1, 2), start, config.sliding_window)
@@ -144,7 +159,8 @@ def _attention_block(
 
 
 def _feed_forward(layer: Layer, x: Array) -> Array:
-    return linear(jax.nn.silu(linear(x, layer.w_gate)) * linear(x, layer.w_up), layer.w_down)
+    gate, up = linears(x, layer.w_gate, layer.w_up)
+    return linear(jax.nn.silu(gate) * up, layer.w_down)
 
 
 def hidden_states(

@@ -7,7 +7,8 @@ import pytest
 
 import llama_jax
 from llama_jax import PRESETS, ArgumentError, advance, append, init_cache, init_params, parameter_specs
-from llama_jax.model import ParameterSpec
+from llama_jax.linear import join, linears
+from llama_jax.model import ParameterSpec, join_projections
 from tests.reference import llama_numpy
 from tests.tiny import tiny_config, tiny_params
 
@@ -133,3 +134,25 @@ def test_initial_weights():
         lambda s: s.shape, parameter_specs(config), is_leaf=lambda s: isinstance(s, ParameterSpec)
     )
     assert jax.tree.map(lambda w: w.shape, params) == spec_shapes
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_joined_projections_give_the_same_logits(rows):
+    config = tiny_config()
+    params = init_params(jax.random.key(0), config)
+    tokens = jnp.arange(rows, dtype=jnp.int32)[None]
+    expected, _ = forward(params, tokens, config)
+    joined = join_projections(params)
+    assert params.layers[0].wq.is_deleted()  # the memory is not held twice
+    assert len(jax.tree.leaves(joined)) < len(jax.tree.leaves(params))
+    np.testing.assert_allclose(forward(joined, tokens, config)[0], expected, atol=1e-6)
+
+
+def test_only_weights_of_the_same_kind_are_joined():
+    wide, narrow = jnp.ones((4, 8)), jnp.ones((2, 8), jnp.bfloat16)
+    first, second, third = join(wide, jnp.ones((3, 8)), narrow)
+    assert first.outs == (4, 3)
+    assert second is None
+    assert third is narrow
+    products = linears(jnp.ones((1, 8)), first, second)
+    assert [product.shape for product in products] == [(1, 4), (1, 3)]

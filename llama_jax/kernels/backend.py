@@ -38,7 +38,7 @@ class Kernels:
 
 XLA = Kernels()
 TRITON = Kernels("triton", "triton", "triton")
-# The flash attention kernels have not run on a GPU yet; until they have been measured there, they are used on request.
+# The flash attention kernels are used on request until their results have been compared on a GPU.
 MEASURED = Kernels(decode_attention="triton", attention="xla", packed_products="triton")
 
 

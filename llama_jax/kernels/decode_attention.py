@@ -71,22 +71,28 @@ def _split_kernel(
     total = has_new.astype(jnp.float32)
     out = total[:, None] * v_new.astype(jnp.float32)[None, :]
 
-    def body(i, carry):
+    def body(masked, i, carry):
         m, total, out = carry
         slots = start + i * block + jnp.arange(block)
         filled = slots < stop
         at = (slots[:, None], columns[None, :])
-        k = plgpu.load(k_ref.at[at], mask=filled[:, None] & real, other=0.0).astype(q.dtype)
+        mask = filled[:, None] & real if masked else None if columns.size == E else jnp.broadcast_to(real, k_shape)
+        other = None if mask is None else 0.0
+        k, v = (plgpu.load(ref.at[at], mask=mask, other=other).astype(q.dtype) for ref in (k_ref, v_ref))
         scores = jnp.dot(q, k.T, preferred_element_type=jnp.float32, precision=precision) * E**-0.5
-        scores = jnp.where(filled[None, :], scores, _NOTHING)
+        if masked:
+            scores = jnp.where(filled[None, :], scores, _NOTHING)
         new_m = jnp.maximum(m, jnp.max(scores, axis=1))
         shrink = jnp.exp(m - new_m)
         weights = jnp.exp(scores - new_m[:, None])
-        v = plgpu.load(v_ref.at[at], mask=filled[:, None] & real, other=0.0).astype(q.dtype)
         update = jnp.dot(weights.astype(q.dtype), v, preferred_element_type=jnp.float32, precision=precision)
         return new_m, total * shrink + jnp.sum(weights, axis=1), out * shrink[:, None] + update
 
-    m, total, out = lax.fori_loop(0, pl.cdiv(stop - start, block), body, (m, total, out))
+    k_shape = (block, columns.size)
+    slots_here = jnp.maximum(stop - start, 0)
+    whole = slots_here // block
+    carry = lax.fori_loop(0, whole, functools.partial(body, False), (m, total, out))
+    m, total, out = lax.fori_loop(whole, pl.cdiv(slots_here, block), functools.partial(body, True), carry)
     some = total > 0
     out = out / jnp.where(some, total, 1.0)[:, None]
     plgpu.store(out_ref.at[rows[:, None], columns[None, :]], out.astype(out_ref.dtype), mask=(rows < G)[:, None] & real)
@@ -131,6 +137,7 @@ def decode_attention(
     block: int = 64,
     n_splits: int | None = None,
     n_warps: int = 4,
+    n_stages: int = 2,
     interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
     """Appends one token per row to the cache and attends to it and all before it, in one pass over the filled slots.
@@ -178,7 +185,7 @@ def decode_attention(
             jax.ShapeDtypeStruct(v_cache.shape, v_cache.dtype),
         ],
         input_output_aliases={5: 2, 6: 3},
-        compiler_params=plgpu.CompilerParams(num_warps=n_warps, num_stages=2),
+        compiler_params=plgpu.CompilerParams(num_warps=n_warps, num_stages=n_stages),
         interpret=interpret,
         name="decode_attention_split",
     )(lengths, counts, q.reshape(B, K, G, E), k_new, v_new, k_cache, v_cache)

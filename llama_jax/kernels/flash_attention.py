@@ -57,7 +57,7 @@ class Tiling:
 #   dq       128x64x8x2 and x3, 64x64x4x2, 128x32x8x3, 64x32x4x2, 128x128x8x1
 _TILINGS = {
     (64, 2): Tiling(forward=Tiles(128, 64, 4, 3), dkv=Tiles(64, 128, 8, 2), dq=Tiles(128, 64, 8, 2)),
-    (128, 2): Tiling(forward=Tiles(128, 128, 8, 2), dkv=Tiles(64, 128, 8, 2), dq=Tiles(128, 64, 8, 2)),
+    (128, 2): Tiling(forward=Tiles(128, 64, 4, 2), dkv=Tiles(64, 64, 4, 2), dq=Tiles(128, 64, 8, 3)),
     (256, 2): Tiling(forward=Tiles(128, 64, 8, 2), dkv=Tiles(32, 64, 8, 2), dq=Tiles(64, 32, 8, 2)),
     (64, 4): Tiling(forward=Tiles(32, 32, 8, 2), dkv=Tiles(32, 32, 8, 1), dq=Tiles(32, 32, 8, 1)),
     (128, 4): Tiling(forward=Tiles(32, 32, 8, 2), dkv=Tiles(32, 32, 8, 1), dq=Tiles(32, 32, 8, 1)),

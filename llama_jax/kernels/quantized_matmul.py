@@ -51,12 +51,14 @@ class Blocks(NamedTuple):
       groups: groups of each row that a program takes at a time, a power of two; 4 a thread load 16 bytes at once.
       warps: of 32 threads.
       stages: of the software pipeline over steps along `in`.
+      words: of each group that are taken at a time, a power of two; more is more code to compile and to keep apart.
     """
 
     rows: int
     groups: int
     warps: int
     stages: int = 2
+    words: int = 8
 
 
 def quantized_matmul(
@@ -174,35 +176,35 @@ def _repeat(byte: int) -> int:
     return byte * 0x01010101
 
 
-def _fields(t: PackedType, word: Callable[[int], Array], high: Array | None) -> Iterator[tuple[int, int, Array]]:
-    """Yields (value of the group, position, code << position) for each value of a group.
+def _fields(t: PackedType, words: Array, high: Array | None) -> Iterator[tuple[int, int, Array]]:
+    """Yields (value of the group less 4 j, position, code << position) for each code of the j-th words of groups.
 
     Args:
-      word: gives the j-th word of each group, int32.
-      high: the high bits of each group, int32.
+      words: the j-th word of each group, int32.
+      high: the high bits of each group as `_high_of` gives them for word j.
     """
     mask = (1 << t.bits + t.high_bits) - 1
-    if t.group * t.high_bits == 16:
-        assert high is not None
-        high = (high & 0x0F0F) | ((high & 0xF0F0) << 12)
-    for j in range(t.words):
-        words = word(j)
-        later = _shift(words, _USABLE_BITS - 32)
-        for i in range(t.fields):
-            codes = words
-            if high is not None:
-                upper = _shift(high, t.bits - t.high_bits * (j * t.fields + i)) & _repeat(mask >> t.bits << t.bits)
-                codes = (_shift(words, -t.bits * i) & _repeat((1 << t.bits) - 1)) | upper
-            for c in range(4):
-                position = _position(t, c, i)
-                if c == 3 and _has_byte_codes(t):
-                    bits = _shift(codes, -24)
-                elif _has_byte_codes(t):
-                    bits = _shift(codes, position - 8 * c) & (mask << position)
-                else:
-                    source = words if position == 8 * c + t.bits * i else later
-                    bits = source & (mask << position)
-                yield 4 * j + c + t.bytes_per_group * i, position, bits
+    later = _shift(words, _USABLE_BITS - 32)
+    for i in range(t.fields):
+        codes = words
+        if high is not None:
+            upper = _shift(high, t.bits - t.high_bits * i) & _repeat(mask >> t.bits << t.bits)
+            codes = (_shift(words, -t.bits * i) & _repeat((1 << t.bits) - 1)) | upper
+        for c in range(4):
+            position = _position(t, c, i)
+            if c == 3 and _has_byte_codes(t):
+                bits = _shift(codes, -24)
+            elif _has_byte_codes(t):
+                bits = _shift(codes, position - 8 * c) & (mask << position)
+            else:
+                source = words if position == 8 * c + t.bits * i else later
+                bits = source & (mask << position)
+            yield c + t.bytes_per_group * i, position, bits
+
+
+def _high_of(t: PackedType, high: Array, word: Array | int) -> Array:
+    """The high bits of groups, int32, moved so that those of a word's first field are the lowest of each byte."""
+    return lax.shift_right_logical(high, jnp.full(high.shape, word * (t.high_bits * t.fields), jnp.int32))
 
 
 def _operands(weight: QuantizedTensor) -> list[Array]:
@@ -240,20 +242,27 @@ class _Tile:
             inside = jnp.broadcast_to(self.column_mask, self.shape)
             self.mask = inside if self.mask is None else self.mask & inside
 
-    def _load(self, ref: Any, index: int, zero: bool = False) -> Array:
+    def _load(self, ref: Any, index: Array | int, zero: bool = False) -> Array:
         other = jnp.zeros((), ref.dtype) if zero and self.mask is not None else None
-        return plgpu.load(ref.at[self.rows, np.int32(index), self.columns], mask=self.mask, other=other)
+        return plgpu.load(
+            ref.at[self.rows, _int32(index), self.columns], mask=self.mask, other=other, eviction_policy="evict_first"
+        )
 
     def _load_super(self, index: int) -> Array:
         other = None if self.mask is None else jnp.zeros((), self.supers.dtype)
         at = self.supers.at[self.row_ids, jnp.full(self.shape, index, jnp.int32), self.super_ids]
-        return plgpu.load(at, mask=self.mask, other=other).astype(jnp.float32)
+        return plgpu.load(at, mask=self.mask, other=other)
 
-    def scale_and_shift(self) -> tuple[Array, Array | None]:
+    def load_scales(self) -> tuple[list[Array], list[Array]]:
+        """Scales and super-scales as they are stored."""
+        supers = [self._load_super(i) for i in range(self.t.supers)]
+        return [self._load(self.scales, i, zero=True) for i in range(self.t.scales)], supers
+
+    def scale_and_shift(self, loaded: tuple[list[Array], list[Array]]) -> tuple[Array, Array | None]:
         """Float32, value = scale * code + shift: the shift stands for offset or minimum, None where there is none."""
         t = self.t
-        first = self._load(self.scales, 0, zero=True)
-        second = self._load(self.scales, 1, zero=True) if t.scales == 2 else None
+        first, second = loaded[0][0], loaded[0][1] if t.scales == 2 else None
+        supers = [array.astype(jnp.float32) for array in loaded[1]]
         if not t.supers:
             scale = first.astype(jnp.float32)
             minimum = None if second is None else second.astype(jnp.float32)
@@ -262,27 +271,43 @@ class _Tile:
             minima = ((integers >> 4) & 15) if second is None else second.astype(jnp.int32)
             if t.has_minimum and second is None:
                 integers &= 15
-            scale = self._load_super(0) * integers.astype(jnp.float32)
-            minimum = -(self._load_super(1) * minima.astype(jnp.float32)) if t.has_minimum else None
+            scale = supers[0] * integers.astype(jnp.float32)
+            minimum = -(supers[1] * minima.astype(jnp.float32)) if t.has_minimum else None
         return scale, minimum if minimum is not None or not t.offset else scale * -float(t.offset)
 
-    def fields(self) -> Iterator[tuple[int, int, Array]]:
-        """Yields (value of the group, position, float32 of code * 2^(position - `_unit`)) for each value of a group."""
-        high = None if self.high is None else self._load(self.high, 0).astype(jnp.int32)
-        for value, position, bits in _fields(self.t, lambda j: self._load(self.codes, j), high):
-            if self.interpret:
-                yield value, position, bits.astype(jnp.float32)
-            else:
-                yield value, position, lax.bitcast_convert_type(bits, jnp.float32)
+    def high_bits(self) -> Array | None:
+        """The high bits of each group, spread over an int32; None for types without."""
+        if self.high is None:
+            return None
+        high = self._load(self.high, 0).astype(jnp.int32)
+        return (high & 0x0F0F) | ((high & 0xF0F0) << 12) if self.t.group * self.t.high_bits == 16 else high
 
-    def activations(self, x_ref: Any, row: Any, value: int) -> Array:
+    def words(self, word: Array | int) -> Array:
+        """One word of each group."""
+        return self._load(self.codes, word)
+
+    def fields(self, word: Array | int, words: Array, high: Array | None) -> Iterator[tuple[Array | int, int, Array]]:
+        """Yields (value of the group, position, float32 of code * 2^(position - `_unit`)) for the codes of a word."""
+        high = None if high is None else _high_of(self.t, high, word)
+        for value, position, bits in _fields(self.t, words, high):
+            if self.interpret:
+                yield 4 * word + value, position, bits.astype(jnp.float32)
+            else:
+                yield 4 * word + value, position, lax.bitcast_convert_type(bits, jnp.float32)
+
+    def activations(self, x_ref: Any, row: Any, value: Array | int) -> Array:
         """One value of each group of x [B, group, G]; zero past the end. [C], or [B', C] for a slice of rows."""
-        index = x_ref.at[np.int32(row) if isinstance(row, int) else row, np.int32(value), self.columns]
+        index = x_ref.at[_int32(row), _int32(value), self.columns]
         if self.column_mask is None:
-            return plgpu.load(index)
+            return plgpu.load(index, eviction_policy="evict_last")
         columns = self.shape[-1]
         mask = jnp.broadcast_to(self.column_mask, (columns,) if isinstance(row, int) else (row.size, columns))
-        return plgpu.load(index, mask=mask, other=jnp.zeros((), x_ref.dtype))
+        return plgpu.load(index, mask=mask, other=jnp.zeros((), x_ref.dtype), eviction_policy="evict_last")
+
+
+def _int32(index: Any) -> Any:
+    """An index as Pallas wants it: Python numbers as 32 bits, others as they are."""
+    return np.int32(index) if isinstance(index, int) else index
 
 
 def _unit(interpret: bool) -> int:
@@ -293,6 +318,27 @@ def _unit(interpret: bool) -> int:
 def _lift(interpret: bool) -> int:
     """The power of two that keeps products with subnormal numbers in the normal range."""
     return 0 if interpret else 96
+
+
+def _for_words(t: PackedType, n: int, load: Callable[[Any], Any], body: Callable[..., Any], carry: Any) -> Any:
+    """`carry = body(word, load(word), carry)` for all words of a group, `n` of them written out at a time.
+
+    Words are loaded one step before they are used, so that the memory works while these are multiplied.
+    """
+
+    def load_some(first: Array | int) -> list[Any]:
+        return [load(first + i) for i in range(n)]
+
+    def some(step: Array | int, state: Any, last: bool = False) -> Any:
+        words, carry = state
+        following = words if last else load_some(jnp.minimum((step + 1) * n, t.words - n))
+        for i, word in enumerate(words):
+            carry = body(step * n + i, word, carry)
+        return following, carry
+
+    n = min(n, t.words)
+    state = load_some(0), carry
+    return some(0, state, last=True)[1] if n == t.words else lax.fori_loop(0, t.words // n, some, state)[1]
 
 
 def _vector_kernel(x_ref: Any, *refs: Any, t: PackedType, blocks: Blocks, interpret: bool) -> None:
@@ -310,19 +356,29 @@ def _vector_kernel(x_ref: Any, *refs: Any, t: PackedType, blocks: Blocks, interp
             _Tile(t, weight_refs, jnp.minimum(first_row + r, n_rows - 1), None, column, blocks.groups, interpret)
             for r in range(blocks.rows)
         ]
-        products = [[zeros] * n_x for _ in tiles]
-        totals = [zeros] * n_x  # of the activations of each group, times 2^lift
-        for fields in zip(*(tile.fields() for tile in tiles), strict=True):
-            value, position, _ = fields[0]
-            for b in range(n_x):
-                x = tiles[0].activations(x_ref, b, value)
-                totals[b] += x * 2.0**position
-                for r, (_, _, code) in enumerate(fields):
-                    products[r][b] += code * x
+        scales = [tile.load_scales() for tile in tiles]
+        highs = [tile.high_bits() for tile in tiles]
+
+        def multiply(word: Array | int, words: list[Array], carry: tuple[list[list[Array]], list[Array]]):
+            """Adds the products of a word of each group, and the activations, times 2^lift."""
+            products, totals = [list(row) for row in carry[0]], list(carry[1])
+            rows = [tile.fields(word, low, high) for tile, low, high in zip(tiles, words, highs, strict=True)]
+            for fields in zip(*rows, strict=True):
+                value, position, _ = fields[0]
+                for b in range(n_x):
+                    x = tiles[0].activations(x_ref, b, value)
+                    totals[b] += x * 2.0**position
+                    for r, (_, _, code) in enumerate(fields):
+                        products[r][b] += code * x
+            return products, totals
+
+        empty = [[zeros] * n_x for _ in tiles], [zeros] * n_x
+        load = lambda word: [tile.words(word) for tile in tiles]  # noqa: E731
+        products, totals = _for_words(t, blocks.words, load, multiply, empty)
         totals = [total * 2.0 ** -_lift(interpret) for total in totals]
         new = []
-        for tile, product, old in zip(tiles, products, sums, strict=True):
-            scale, shift = tile.scale_and_shift()
+        for tile, loaded, product, old in zip(tiles, scales, products, sums, strict=True):
+            scale, shift = tile.scale_and_shift(loaded)
             scale *= 2.0 ** (_unit(interpret) - _lift(interpret))
             row = [old[b] + scale * product[b] for b in range(n_x)]
             new.append(row if shift is None else [row[b] + shift * totals[b] for b in range(n_x)])
@@ -342,21 +398,26 @@ def _vector_kernel(x_ref: Any, *refs: Any, t: PackedType, blocks: Blocks, interp
         plgpu.store(out_ref.at[np.int32(b), pl.ds(first_row, blocks.rows)], result, mask=mask)
 
 
-def vector_blocks(n_x: int, groups: int) -> Blocks:
-    """Blocks of the vector kernel for `n_x` rows of activations and `groups` groups along `in`.
+def vector_blocks(n_x: int, out: int, groups: int) -> Blocks:
+    """Blocks of the vector kernel for `n_x` rows of activations and a weight of `out` rows of `groups` groups.
 
-    The threads of a program stand side by side along `in`, and each uses the activations of its groups for all rows of
-    the program. Registers limit rows times groups a thread times rows of activations. One warp needs no barrier.
+    The threads of a program stand side by side along `in`, four groups each, and use the activations of their groups
+    for all rows of the program. Registers limit rows times groups a thread times rows of activations; a program of one
+    warp needs no barrier, but long rows want several. Two rows a program where four would leave units of the card idle.
     """
-    rows, columns = (4, 128) if n_x <= 2 else (4, 64) if n_x <= 4 else (2, 32)
-    return Blocks(rows, min(columns, _power_of_two(groups)), warps=1)
+    warps = max(1, min(4, _power_of_two(groups) // 128))
+    if n_x > 1:
+        rows, a_thread = (4, 4) if n_x == 2 else (4, 2) if n_x <= 4 else (2, 1)
+        return Blocks(rows, min(32 * a_thread, _power_of_two(groups)), warps=1, stages=1, words=1)
+    rows = 4 if out * warps >= 16384 else 2
+    return Blocks(rows, min(128 * warps, _power_of_two(groups)), warps, stages=1, words=1)
 
 
 def vector_product(x: Array, weight: QuantizedTensor, blocks: Blocks | None = None, interpret: bool = False) -> Array:
     """[B, in] times packed [out, in] for a few rows B, on the CUDA cores: [B, out] float32, all sums in float32."""
     t = weight.type
     out = weight.shape[0]
-    blocks = blocks or vector_blocks(x.shape[0], weight.codes.shape[2])
+    blocks = blocks or vector_blocks(x.shape[0], out, weight.codes.shape[2])
     return pl.pallas_call(
         functools.partial(_vector_kernel, t=t, blocks=blocks, interpret=interpret),
         out_shape=jax.ShapeDtypeStruct((x.shape[0], out), jnp.float32),
@@ -377,16 +438,21 @@ def _tile_kernel(x_ref: Any, *refs: Any, t: PackedType, blocks: Blocks, interpre
 
     def step(index: Any, sums: Array) -> Array:
         tile = _Tile(t, weight_refs, row, blocks.rows, index * blocks.groups, blocks.groups, interpret)
-        scale, shift = tile.scale_and_shift()
+        scale, shift = tile.scale_and_shift(tile.load_scales())
         scale *= 2.0 ** _lift(interpret)
-        for value, position, code in tile.fields():
-            # The value times 2^(position + exponent), which the activations make up for.
-            values = code * scale
-            if shift is not None:
-                values += shift * 2.0 ** (position + exponent)
-            x = tile.activations(x_ref, pl.ds(0, n_x), value)
-            sums += jnp.dot(values.astype(x.dtype), x.T, preferred_element_type=jnp.float32)
-        return sums
+        high = tile.high_bits()
+
+        def multiply(word: Array | int, words: Array, sums: Array) -> Array:
+            for value, position, code in tile.fields(word, words, high):
+                # The value times 2^(position + exponent), which the activations make up for.
+                values = code * scale
+                if shift is not None:
+                    values += shift * 2.0 ** (position + exponent)
+                x = tile.activations(x_ref, pl.ds(0, n_x), value)
+                sums += jnp.dot(values.astype(x.dtype), x.T, preferred_element_type=jnp.float32)
+            return sums
+
+        return _for_words(t, blocks.words, tile.words, multiply, sums)
 
     sums = lax.fori_loop(0, pl.cdiv(n_groups, blocks.groups), step, jnp.zeros((blocks.rows, n_x), jnp.float32))
     mask = None
