@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from llama_jax.losses import loss, summed_loss, token_losses
     from llama_jax.model import Layer, Params, by_path, forward, hidden_states, init_params, parameter_specs, unembed
     from llama_jax.placement import param_shardings, place_cache, place_params, tensor_mesh
+    from llama_jax.prompt_cache import PromptCache
     from llama_jax.sampling.chain import distribution, sample
     from llama_jax.sampling.logprobs import Logprobs, log_probabilities
     from llama_jax.sampling.params import SamplingParams, join_params, sampling_params
@@ -36,6 +37,7 @@ _PUBLIC = {
     "losses": ("loss", "summed_loss", "token_losses"),
     "model": ("Layer", "Params", "by_path", "forward", "hidden_states", "init_params", "parameter_specs", "unembed"),
     "placement": ("param_shardings", "place_cache", "place_params", "tensor_mesh"),
+    "prompt_cache": ("PromptCache",),
     "sampling.chain": ("distribution", "sample"),
     "sampling.logprobs": ("Logprobs", "log_probabilities"),
     "sampling.params": ("SamplingParams", "join_params", "sampling_params"),

@@ -21,6 +21,7 @@ from llama_jax.config import LlamaConfig
 from llama_jax.errors import ArgumentError
 from llama_jax.model import Params, join_projections
 from llama_jax.placement import Place, check_devices, default_dtype, place_params
+from llama_jax.prompt_cache import PromptCache, Snapshot
 from llama_jax.sampling import SamplingParams, sampling_params
 from llama_jax.session import Session, Timings, check_prompt
 from llama_jax.text.chat import encode_chat
@@ -204,6 +205,7 @@ class Llama:
         stop: str | Sequence[str] = (),
         context_shift: bool = False,
         keep: int = 0,
+        prompt_cache: PromptCache | None = None,
         **sampling: Any,
     ) -> Generator[str]:
         """Yields the continuation of `prompt` as pieces of text.
@@ -217,11 +219,25 @@ class Llama:
           stop: strings that end the text; they are not part of it.
           context_shift: a full context does not end the text but forgets the older half of it.
           keep: tokens of the prompt that are never forgotten, besides the beginning-of-sequence token; -1: all of them.
+          prompt_cache: a file that keeps what has been computed. The beginning that the prompt shares with it is not
+            run again; with an empty prompt the text that it holds goes on, as if it had not ended after its max_tokens.
           **sampling: temperature, top_k, top_p, min_p, repeat_penalty, repeat_last_n, seed: see `sampling_params`.
         """
-        ids = self.tokenize_prompt(prompt)
+        saved = None if prompt_cache is None else self._read_cache(prompt_cache)
+        resume = False
+        if saved is not None and len(prompt) == 0:
+            ids, resume = saved.tokens[0], bool(saved.sampler)
+            if resume and sampling.get("seed") in (None, -1):
+                sampling["seed"] = [int(high) << 32 | int(low) for high, low in saved.sampler["seed"]]
+        else:
+            ids = self.tokenize_prompt(prompt)
         kept = self._kept(ids, keep) if context_shift else None
-        return self._checked_stream(ids, max_tokens, stop, sampling, continuation=True, keep=kept)
+        options: dict[str, Any] = dict(continuation=True, keep=kept, prompt_cache=prompt_cache, resume=resume)
+        return self._checked_stream(ids, max_tokens, stop, sampling, **options)
+
+    def _read_cache(self, prompt_cache: PromptCache) -> Snapshot | None:
+        with self._session() as session:
+            return prompt_cache.read(session)
 
     def _kept(self, ids: list[int], keep: int) -> int:
         keep = checks.integer("keep", keep, -1, allowed="0 or above, or -1 for the whole prompt")
@@ -236,6 +252,8 @@ class Llama:
         *,
         continuation: bool,
         keep: int | None = None,
+        prompt_cache: PromptCache | None = None,
+        resume: bool = False,
     ) -> Generator[str]:
         """Raises for wrong arguments now, not at the first piece."""
         check_prompt(ids, self.n_ctx, self.config.vocab_size)
@@ -247,20 +265,40 @@ class Llama:
         text = StreamDetokenizer(self.tokenizer, stops, continuation=continuation)
         options = self.sampling(**sampling)
         limit = checks.MOST if max_tokens is None else max_tokens
-        return self._stream(ids, text, options, limit, keep)
+        limits = dict(max_tokens=limit, eos_ids=self.tokenizer.eog_ids, keep=None if keep is None else [keep])
+        return self._stream(None if resume else ids, text, options, limits, prompt_cache)
 
     def _stream(
-        self, ids: list[int], text: StreamDetokenizer, sampling: SamplingParams, max_tokens: int, keep: int | None
+        self,
+        ids: list[int] | None,
+        text: StreamDetokenizer,
+        sampling: SamplingParams,
+        limits: Mapping[str, Any],
+        prompt_cache: PromptCache | None,
     ) -> Generator[str]:
+        """Args: ids: None resumes what `prompt_cache` holds."""
         eog = self.tokenizer.eog_ids
         with self._session() as session:
-            kept = None if keep is None else [keep]
-            for (new,) in session.generate([ids], sampling, max_tokens=max_tokens, eos_ids=eog, keep=kept):
-                piece = "".join(text.push(token) for token in new if text.stopped is None and token not in eog)
+            if prompt_cache is not None:
+                prompt_cache.restore(session)
+            chunks = session.resume(sampling, **limits) if ids is None else session.generate([ids], sampling, **limits)
+            for (new,) in chunks:
+                if prompt_cache is not None and session.tokens == [ids]:
+                    prompt_cache.prompt_is_done(session)
+                piece = ""
+                for n, token in enumerate(new, 1):
+                    piece += "" if token in eog else text.push(token)
+                    if text.stopped is not None:
+                        session.end_text([len(new) - n])
+                        break
                 if piece:
                     yield piece
                 if text.stopped is not None:
-                    return
+                    break
+            if prompt_cache is not None:
+                if session.tokens == [ids]:
+                    prompt_cache.prompt_is_done(session)
+                prompt_cache.text_is_done(session)
             if tail := text.finish():
                 yield tail
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +29,7 @@ from llama_jax.generate import (
 from llama_jax.grammar import Constraint, TokenMasks
 from llama_jax.model import Params
 from llama_jax.placement import place_cache
+from llama_jax.prompt_cache import Snapshot, fingerprint
 from llama_jax.sampling import Logprobs, SamplingParams, start_state
 
 _MAX_STEPS = 32  # decode steps in one dispatch
@@ -144,6 +147,7 @@ class Session:
         self.timings = Timings()
         self.logprobs: list[list[TokenLogprobs]] = [[] for _ in range(batch)]  # of the running or latest generation
         self.cache = place_cache(config, batch, capacity, np.dtype(dtype or params.embedding.dtype), mesh)
+        self._sampler: dict[str, Any] = {}  # where the latest generation's sampling stands
         self._seconds_per_step = _DISPATCH_SECONDS
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Array:
@@ -172,10 +176,52 @@ class Session:
                 held.extend(chunk)
         return logits
 
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """See `prompt_cache.fingerprint`."""
+        return fingerprint(self.params, self.config)
+
+    def snapshot(self) -> Snapshot:
+        """What the session holds, on the host."""
+        n = max(map(len, self.tokens))
+        return Snapshot(
+            tokens=[list(row) for row in self.tokens],
+            exact=[min(n, len(row)) for n, row in zip(self._exact, self.tokens, strict=True)],
+            kv=[np.asarray(buffer)[:, :, :n] for buffer in jax.tree.leaves((self.cache.k, self.cache.v))],
+            sampler={name: np.asarray(x) for name, x in self._sampler.items()},
+        )
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Takes up what a session held; of rows longer than the capacity, the beginning.
+
+        Raises:
+          ArgumentError: the snapshot's rows, or the shapes or type of its cache, are not those of this session.
+        """
+        buffers, structure = jax.tree.flatten((self.cache.k, self.cache.v))
+        if [(len(snapshot.tokens), x.shape[1], x.shape[3:], x.dtype) for x in snapshot.kv] != [
+            (self.batch, x.shape[1], x.shape[3:], x.dtype) for x in buffers
+        ]:
+            raise ArgumentError("The prompt cache holds other rows or another type of keys and values than are wanted.")
+        fits = all(len(row) <= self.capacity for row in snapshot.tokens)
+
+        def placed(buffer: Array, saved: np.ndarray) -> Array:
+            n = min(saved.shape[2], self.capacity)
+            whole = np.zeros(buffer.shape, buffer.dtype)
+            whole[:, :, :n] = saved[:, :, :n]
+            return jax.device_put(whole, buffer.sharding)
+
+        placed_buffers = map(placed, buffers, snapshot.kv)
+        k, v = jax.tree.unflatten(structure, placed_buffers)
+        self.cache = replace(self.cache, k=k, v=v)
+        self._hold([row[: self.capacity] for row in snapshot.tokens])
+        self._exact = [n if n < len(row) else self.capacity for n, row in zip(snapshot.exact, self.tokens, strict=True)]
+        self._sampler = dict(snapshot.sampler) if fits else {}
+
     def _hold(self, tokens: list[Sequence[int]]) -> None:
         """Forgets all but the first `len(tokens[b])` tokens of each row, which are `tokens`."""
         self.tokens = [list(row) for row in tokens]
         self._exact = [self.capacity] * self.batch
+        self._sampler = {}
         lengths = jnp.asarray([len(row) for row in tokens], jnp.int32)
         if self.mesh is not None:
             lengths = jax.device_put(lengths, self.cache.lengths.sharding)
@@ -237,10 +283,69 @@ class Session:
         state = _start_jit(logits, self.cache, sampler, sampling, eos, mask=mask)
         self.cache = state.cache
         new = self._taken(state.token[:, None], np.ones(self.batch, np.int32), state.logprobs)
+        self.timings.prompt_seconds = time.perf_counter() - started
+        yield from self._go_on(state, new, sampling, eos, max_tokens, keep, masks)
+
+    def resume(
+        self,
+        sampling: SamplingParams,
+        *,
+        max_tokens: int,
+        eos_ids: Sequence[int] = (),
+        keep: Sequence[int] | None = None,
+    ) -> Iterator[list[list[int]]]:
+        """Goes on with the latest generation, also a restored one, as if it had not ended after its `max_tokens`.
+
+        Raises:
+          ArgumentError: there is none, or its sampling options had other shapes.
+        """
+        if not self.resumable:
+            raise ArgumentError("There is no generation to resume: the text has ended, or only a prompt has been run.")
+        self.timings = Timings(cached_tokens=sum(map(len, self.tokens)))
+        saved, self._sampler = self._sampler, {}
+        eos = jnp.asarray(list(eos_ids), jnp.int32)
+        self.logprobs = [[] for _ in range(self.batch)]
+        logits = jnp.zeros((self.batch, self.config.vocab_size), jnp.float32)
+        state = _start_jit(logits, self.cache, start_state(sampling), sampling, eos, mask=None)
+        self.cache = state.cache
+        state = _with_sampler(state, saved)
+        ended = jnp.any(state.token[:, None] == eos, axis=1) | (state.cache.lengths >= self.capacity)
+        state = replace(state, done=ended)
+        new = [[] for _ in range(self.batch)]
+        unseen = [[token] for token in np.asarray(state.token).tolist()]
+        yield from self._go_on(state, new, sampling, eos, max_tokens, keep, unseen=unseen)
+
+    @property
+    def resumable(self) -> bool:
+        """Whether `resume` has something to go on with."""
+        return bool(self._sampler)
+
+    def end_text(self, unwanted: Sequence[int]) -> None:
+        """Forgets the last `unwanted[b]` of the tokens that each row's latest generation gave; nothing resumes it."""
+        exact = self._exact
+        self._hold([row[: len(row) + min(0, 1 - n)] for row, n in zip(self.tokens, unwanted, strict=True)])
+        self._exact = exact
+
+    def _go_on(
+        self,
+        state: DecodeState,
+        new: list[list[int]],
+        sampling: SamplingParams,
+        eos: Array,
+        max_tokens: int,
+        keep: Sequence[int] | None,
+        masks: TokenMasks | None = None,
+        unseen: list[list[int]] | None = None,
+    ) -> Iterator[list[list[int]]]:
+        """Yields `new`, then what further decode steps give.
+
+        Args:
+          unseen: earlier tokens of each row that the cache does not hold.
+        """
+        eos_ids = np.asarray(eos).tolist()
+        unseen = [[] for _ in range(self.batch)] if unseen is None else unseen
+        n_generated = max(map(len, new))
         first_at = time.perf_counter()
-        self.timings.prompt_seconds = first_at - started
-        unseen = [[] for _ in range(self.batch)]  # tokens that the cache does not hold yet: each row's latest
-        n_generated = 1
         while True:
             if masks is not None:
                 state = replace(state, done=state.done | jnp.asarray(masks.accept(new)))
@@ -248,7 +353,9 @@ class Session:
                 unseen[row].extend(new[row])
                 self.tokens[row].extend(unseen[row][:-1])
                 unseen[row] = unseen[row][-1:]
-            yield new
+            self._sampler = {} if masks else _sampler_of(state) | {"seed": sampling.seed}
+            if any(new):
+                yield new
             running = [not done for done in np.asarray(state.done).tolist()]
             if n_generated >= max_tokens or not any(running):
                 full = [
@@ -350,6 +457,25 @@ class Session:
         state, *_ = _decode_jit(self.params, self.config, state, sampling, eos, _MAX_STEPS, jnp.int32(0))
         self.cache = state.cache
         jax.block_until_ready(self.cache)
+
+
+def _sampler_of(state: DecodeState) -> dict[str, Any]:
+    """What the next steps depend on besides the cache, by name."""
+    bare = replace(state, cache=None, logprobs=None)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in jax.tree.leaves_with_path(bare)}
+
+
+def _with_sampler(state: DecodeState, sampler: Mapping[str, Any]) -> DecodeState:
+    """The state with what `_sampler_of` took from another one."""
+
+    def taken(path: Any, x: Array) -> Array:
+        saved = sampler.get(jax.tree_util.keystr(path, simple=True, separator="."))
+        if saved is None or (saved.shape, saved.dtype) != (x.shape, x.dtype):
+            raise ArgumentError("The text cannot be resumed: it was sampled with other options, such as penalties.")
+        return jnp.asarray(saved)
+
+    bare = jax.tree.map_with_path(taken, replace(state, cache=None, logprobs=None))
+    return replace(bare, cache=state.cache, logprobs=state.logprobs)
 
 
 def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

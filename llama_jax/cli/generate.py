@@ -12,6 +12,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_model_options(parser)
     options.add_prompt_options(parser)
     options.add_length_options(parser, "the text")
+    options.add_prompt_cache_options(parser)
     parser.add_argument("--display-prompt", action="store_true", help="print the prompt before its continuation")
     options.add_sampling_options(parser)
 
@@ -19,9 +20,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     prompt = options.read_prompt(arguments)
     options.check_sampling(arguments)
+    cache = options.prompt_cache(arguments)
     model, load_seconds = options.load_model(arguments)
     sampling = options.sampling_options(arguments, model.n_ctx)
-    pieces = model.stream(prompt, **options.length_options(arguments), **sampling)
+    pieces = model.stream(prompt, prompt_cache=cache, **options.length_options(arguments), **sampling)
     options.compile_ahead(model, prompt, sampling)
     if arguments.display_prompt:
         print(prompt, end="", flush=True)

@@ -16,6 +16,7 @@ from llama_jax.errors import ArgumentError
 
 if TYPE_CHECKING:
     from llama_jax.llama import Llama
+    from llama_jax.prompt_cache import PromptCache
 
 _MOST_TEXT = 1 << 28  # bytes; more would be tokenized for minutes
 _DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
@@ -84,6 +85,27 @@ def length_options(arguments: argparse.Namespace) -> dict[str, Any]:
         context_shift=arguments.context_shift,
         keep=arguments.keep,
     )
+
+
+def add_prompt_cache_options(parser: argparse.ArgumentParser) -> None:
+    """What `prompt_cache` reads."""
+    parser.add_argument(
+        "--prompt-cache",
+        metavar="FILE",
+        help="keep the computed prompt there and begin with what is there; with -p '' its text goes on",
+    )
+    parser.add_argument("--prompt-cache-all", action="store_true", help="keep the generated text there too")
+    parser.add_argument("--prompt-cache-ro", action="store_true", help="never write to it")
+
+
+def prompt_cache(arguments: argparse.Namespace) -> PromptCache | None:
+    """The cache of --prompt-cache."""
+    from llama_jax.prompt_cache import PromptCache
+
+    if arguments.prompt_cache is None:
+        return None
+    read_only = arguments.prompt_cache_ro
+    return PromptCache(arguments.prompt_cache, all=arguments.prompt_cache_all, read_only=read_only)
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:

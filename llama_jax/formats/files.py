@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import mmap
+import os
 import stat
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 
@@ -88,6 +89,17 @@ def check_regular(path: Path) -> int:
     if not stat.S_ISREG(status.st_mode):
         raise FormatError(f"{path} is not a regular file.")
     return status.st_size
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A name in the same folder to write to, which takes the place of `path` if nothing goes wrong."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 _FOREIGN = (

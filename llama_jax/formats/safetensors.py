@@ -26,6 +26,9 @@ _MAX_HEADER_BYTES = 100_000_000  # the safetensors library's limit
 _MAX_JSON_BYTES = 100_000_000
 _OTHER_ITEM_BYTES = {"BOOL": 1, "U8": 1, "U16": 2, "U32": 4, "U64": 8, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}
 _ITEM_BYTES = _OTHER_ITEM_BYTES | {t.name: t.block_bytes for t in BLOCK_TYPES.values() if t.dtype is not None}
+NUMPY_TYPES = {name: t.dtype for name, t in BLOCK_TYPES.items() if t.dtype is not None}
+NUMPY_TYPES |= {"BOOL": np.dtype(bool), "U8": np.dtype("u1"), "U16": np.dtype("<u2"), "U32": np.dtype("<u4")}
+"""numpy's types by their names in a header."""
 
 
 class SafetensorsFolder:
@@ -141,6 +144,15 @@ def read_header(mapped: MappedFile) -> dict[str, TensorInfo]:
     if covered != size:
         raise FormatError(f"{path}: {size - covered} bytes belong to no tensor, so the header is damaged.")
     return tensors
+
+
+def read_metadata(mapped: MappedFile) -> dict[str, str]:
+    """The texts under `__metadata__` of a file that `read_header` has accepted."""
+    length = int.from_bytes(mapped.map[:8], "little")
+    metadata = _parse_object(mapped.map[8 : 8 + length], f"{mapped.path}: the header").get("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+        raise FormatError(f"{mapped.path}: the header's __metadata__ must be an object of strings.")
+    return metadata
 
 
 def _entry(name: str, entry: Any, start: int, path: Path) -> TensorInfo:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from llama_jax.errors import ArgumentError, shown
 from llama_jax.formats import names
 from llama_jax.formats.config_gguf import ARCHITECTURE, gguf_metadata, llama3_divisors
 from llama_jax.formats.config_hf import hf_config
+from llama_jax.formats.files import replacing
 from llama_jax.formats.load import interleave_rows
 from llama_jax.formats.safetensors import SINGLE_FILE
 from llama_jax.model import Params
@@ -68,7 +67,7 @@ def save_gguf(
     from gguf import GGMLQuantizationType, GGUFWriter
 
     divisors = _divisors(config)
-    with _replacing(Path(path)) as temporary:
+    with replacing(Path(path)) as temporary:
         writer = GGUFWriter(temporary, ARCHITECTURE)
         try:
             _add_metadata(writer, gguf_metadata(config), metadata or {}, types)
@@ -127,7 +126,7 @@ def save_hf(
     contents["torch_dtype"] = _HF_DTYPES[types["embedding"]]
     folder.mkdir(parents=True, exist_ok=True)
     for source in map(Path, tokenizer_files):
-        with _replacing(folder / source.name) as temporary:
+        with replacing(folder / source.name) as temporary:
             shutil.copyfile(source, temporary)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
@@ -138,11 +137,11 @@ def save_hf(
         at += nbytes
     text = json.dumps(header).encode()
     text += b" " * (-(8 + len(text)) % 64)  # the data begin on a 64-byte border
-    with _replacing(folder / SINGLE_FILE) as temporary, temporary.open("wb") as file:
+    with replacing(folder / SINGLE_FILE) as temporary, temporary.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for parameter in shapes:
             _encode(_get(params, parameter), types[parameter], parameter).tofile(file)
-    with _replacing(folder / "config.json") as temporary:
+    with replacing(folder / "config.json") as temporary:
         temporary.write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
 
 
@@ -279,14 +278,3 @@ def _kind_of_list(key: str, values: list[Any]) -> Any:
     raise ArgumentError(
         f"The metadata list {shown(key)} mixes {sorted(t.__name__ for t in types)}; one type is allowed."
     )
-
-
-@contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """A name in the same folder to write to, which takes the place of `path` if nothing goes wrong."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        yield temporary
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
