@@ -18,8 +18,8 @@ ESTIMATED_FROM = 100  # m, tokens that version 1 estimates the exponent from
 def keep_below_surprise(logits: Array, mu: Array) -> Array:
     """Version 2: tokens whose surprise -log2 p is at most `mu` [B]; if there is none, the best of `logits` [B, C]."""
     surprise = -jax.nn.log_softmax(logits, axis=-1) / math.log(2)
-    best = jnp.max(logits, axis=-1, keepdims=True)
-    return jnp.where((surprise <= mu[:, None]) | (logits == best), logits, -jnp.inf)
+    best = jnp.arange(logits.shape[1]) == jnp.argmax(logits, axis=-1)[:, None]
+    return jnp.where((surprise <= mu[:, None]) | best, logits, -jnp.inf)
 
 
 def keep_estimated(logits: Array, mu: Array, n_vocab: int) -> Array:

@@ -164,7 +164,7 @@ def sampling_params(
     in the order of `samplers`; a draw. What comes before temperature sees probabilities at temperature 1.
 
     Args:
-      temperature: 0 takes the best token after bias and penalties, the lowest id among equals, whatever the truncating
+      temperature: 0 takes the best token after bias and penalties, the lowest id among equals, whatever the other
         samplers say.
       dynatemp_range: the temperature is up to so much higher or lower, by entropy; 0 is off.
       top_k: the best tokens that stay; 0 and less keeps all.
@@ -183,7 +183,7 @@ def sampling_params(
       mirostat_tau, mirostat_eta: target surprise in bits; learning rate.
       logit_bias: token id to what is added to its logit; -inf bans it.
       samplers: names in order, or "top_k;temperature", or letters; None is the default order. A sampler that is not
-        named is off, temperature included.
+        named is off; without "temperature" every temperature above 0 counts as 1.
       seed: a 64-bit integer, or one per row; a single one is counted up from row to row, so that rows differ and row 0
         gives what a batch of one gives. None or -1 takes a random one.
       vocab_limit: number of ids that stand for something; None means all rows of the embedding.
@@ -229,7 +229,7 @@ def sampling_params(
     order = SAMPLERS if named is None else named
     if mirostat:
         order = ("temperature",)
-    if "temperature" not in order:
+    if "temperature" not in order and temperature > 0:
         temperature = 1.0
     if temperature == 0:  # no truncation takes the best token out, so that only what precedes a penalty matters
         order = order[: 1 + max((i for i, name in enumerate(order) if name in CHANGE_LOGITS), default=-1)]

@@ -11,13 +11,9 @@ _LEAST = 1e-6  # a dynamic temperature of 0 leaves the best token alone
 
 
 def temper(logits: Array, temperature: Array) -> Array:
-    """`logits` [B, C], less their largest, over `temperature` [B]; rows of temperature 0 stay as they are.
-
-    Without the largest, no temperature is too low for float32.
-    """
-    positive = temperature[:, None] > 0
-    tempered = (logits - jnp.max(logits, axis=-1, keepdims=True)) / jnp.where(positive, temperature[:, None], 1.0)
-    return jnp.where(positive, tempered, logits)
+    """`logits` [B, C] over `temperature` [B]; rows of temperature 0 stay as they are."""
+    divisor = jnp.clip(temperature, 1e-30, 1e30)[:, None]  # bounds that change no choice and suit float32
+    return jnp.where(temperature[:, None] > 0, logits / divisor, logits)
 
 
 def dynamic_temperature(logits: Array, temperature: Array, half_range: Array, exponent: Array) -> Array:

@@ -85,10 +85,10 @@ def keep_tail_free(logits: Array, tfs_z: Array, min_keep: Array | None = None) -
     real = jnp.arange(C - 2, dtype=jnp.int32) < n
     curvature = jnp.where(real, jnp.abs(slope[:, :-1] - slope[:, 1:]), 0.0)
     total = jnp.sum(curvature, axis=-1, keepdims=True)
-    share = jnp.where(total > 1e-6, curvature / jnp.maximum(total, 1e-6), 1.0 / jnp.maximum(n, 1).astype(jnp.float32))
-    beyond = (jnp.cumsum(share, axis=-1) > tfs_z[:, None]) & real & (tfs_z[:, None] < 1)
-    inside = jnp.pad(~beyond, ((0, 0), (0, 2)), mode="edge")
-    inside = jnp.where(jnp.any(beyond, axis=-1, keepdims=True), inside, True)
+    even = jnp.where(real, 1.0 / jnp.maximum(n, 1).astype(jnp.float32), 0.0)
+    share = jnp.where(total > 1e-6, curvature / jnp.maximum(total, 1e-6), even)
+    inside = (jnp.cumsum(share, axis=-1) <= tfs_z[:, None]) | (tfs_z[:, None] >= 1)
+    inside = jnp.pad(inside, ((0, 0), (0, 2)), mode="edge")
     return _keep(logits, inside, min_keep)
 
 
