@@ -10,9 +10,12 @@ if TYPE_CHECKING:
     from llama_jax.config import PRESETS, LlamaConfig, RopeScaling
     from llama_jax.errors import ArgumentError, FormatError, LlamaJaxError
     from llama_jax.formats.load import load_params, open_model
+    from llama_jax.formats.lora import load_lora
     from llama_jax.formats.save import save_gguf, save_hf
+    from llama_jax.formats.save_lora import save_lora_gguf, save_peft
     from llama_jax.generate import DecodeState, decode, decode_step, generate_tokens, prefill, start_decoding
     from llama_jax.llama import Llama, load
+    from llama_jax.lora import LoraFactors, init_lora, merge_lora, with_lora
     from llama_jax.losses import loss, summed_loss, token_losses
     from llama_jax.model import Layer, Params, by_path, forward, hidden_states, init_params, parameter_specs, unembed
     from llama_jax.placement import param_shardings, place_cache, place_params, tensor_mesh
@@ -31,9 +34,12 @@ _PUBLIC = {
     "config": ("PRESETS", "LlamaConfig", "RopeScaling"),
     "errors": ("ArgumentError", "FormatError", "LlamaJaxError"),
     "formats.load": ("load_params", "open_model"),
+    "formats.lora": ("load_lora",),
     "formats.save": ("save_gguf", "save_hf"),
+    "formats.save_lora": ("save_lora_gguf", "save_peft"),
     "generate": ("DecodeState", "decode", "decode_step", "generate_tokens", "prefill", "start_decoding"),
     "llama": ("Llama", "load"),
+    "lora": ("LoraFactors", "init_lora", "merge_lora", "with_lora"),
     "losses": ("loss", "summed_loss", "token_losses"),
     "model": ("Layer", "Params", "by_path", "forward", "hidden_states", "init_params", "parameter_specs", "unembed"),
     "placement": ("param_shardings", "place_cache", "place_params", "tensor_mesh"),

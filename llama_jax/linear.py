@@ -17,6 +17,27 @@ from llama_jax.quantization.packed import QuantizedTensor, take_rows
 
 
 @struct.dataclass
+class LoraWeight:
+    """A weight [out, in] with a low-rank change beside it: base + scale * b a (Hu et al. 2021, arXiv:2106.09685).
+
+    The base may itself be one, so that several adapters add up. `llama_jax.lora` makes them.
+    """
+
+    base: Any  # [out, in]: an array, a QuantizedTensor or a LoraWeight
+    a: Any  # [r, in]
+    b: Any  # [out, r]
+    scale: Any  # [] float32
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.base.shape
+
+    @property
+    def dtype(self) -> Any:
+        return self.base.dtype
+
+
+@struct.dataclass
 class Joined:
     """Weights [out, in] of the same input, laid behind each other: one product serves all. See `join`.
 
@@ -61,7 +82,11 @@ def linears(x: Array, *weights: Any) -> list[Array]:
     for weight in weights:
         if isinstance(weight, Joined):
             borders = list(itertools.accumulate(weight.outs))[:-1]
-            if x.size == x.shape[-1] and isinstance(weight.rows, Array):  # then XLA joins the sums by itself
+            if isinstance(weight.rows, LoraWeight):
+                changes = jnp.split(_change(x, weight.rows), borders, axis=-1)
+                base = linears(x, Joined(weight.rows.base, weight.outs))
+                results += [_changed(out, change) for out, change in zip(base, changes, strict=True)]
+            elif x.size == x.shape[-1] and isinstance(weight.rows, Array):  # then XLA joins the sums by itself
                 results += [linear(x, part) for part in jnp.split(weight.rows, borders)]
             else:
                 results += jnp.split(linear(x, weight.rows), borders, axis=-1)
@@ -70,7 +95,7 @@ def linears(x: Array, *weights: Any) -> list[Array]:
     return results
 
 
-def linear(x: Array, weight: Array | QuantizedTensor, dtype: DTypeLike | None = None) -> Array:
+def linear(x: Array, weight: Array | QuantizedTensor | LoraWeight, dtype: DTypeLike | None = None) -> Array:
     """`x` [..., in] times the transpose of `weight` [out, in]: [..., out], summed in float32.
 
     float32 inputs are multiplied in full float32, never in the TF32 that a GPU would take by default.
@@ -78,14 +103,26 @@ def linear(x: Array, weight: Array | QuantizedTensor, dtype: DTypeLike | None = 
     Args:
       dtype: of the result; x's when None.
     """
+    dtype = jnp.dtype(dtype or x.dtype)
+    if isinstance(weight, LoraWeight):
+        # The base's product is the one that stands without an adapter, so that a change of zero leaves its bits.
+        return _changed(linear(x, weight.base, dtype), _change(x, weight))
     if isinstance(weight, QuantizedTensor):
         return quantized_matmul(x, weight, dtype)
-    dtype = jnp.dtype(dtype or x.dtype)
     weight = weight.astype(x.dtype)
     if x.size == x.shape[-1]:
         one_row, any_rows = functools.partial(_one_row, dtype=dtype), functools.partial(_any_rows, dtype=dtype)
         return lax.platform_dependent(x, weight, cuda=one_row, default=any_rows)
     return _any_rows(x, weight, dtype)
+
+
+def _change(x: Array, weight: LoraWeight) -> Array:
+    """What an adapter adds to a product, float32 [..., out]."""
+    return weight.scale * linear(linear(x, weight.a), weight.b, jnp.float32)
+
+
+def _changed(out: Array, change: Array) -> Array:
+    return (out.astype(jnp.float32) + change).astype(out.dtype)
 
 
 def _any_rows(x: Array, weight: Array, dtype: jnp.dtype) -> Array:
@@ -103,8 +140,11 @@ def _one_row(x: Array, weight: Array, dtype: jnp.dtype) -> Array:
     return out.reshape(*x.shape[:-1], -1).astype(dtype)
 
 
-def embed(tokens: Array, weight: Array | QuantizedTensor) -> Array:
+def embed(tokens: Array, weight: Array | QuantizedTensor | LoraWeight) -> Array:
     """Rows of `weight` [V, D] for `tokens` [B, T] int32: [B, T, D]. Ids outside of 0 ... V-1 are the caller's fault."""
+    if isinstance(weight, LoraWeight):
+        change = linear(embed(tokens, weight.b), weight.a.T, jnp.float32)
+        return _changed(embed(tokens, weight.base), weight.scale * change)
     if isinstance(weight, QuantizedTensor):
         return take_rows(weight, tokens)
     return jnp.take(weight, tokens, axis=0, mode="clip")

@@ -28,6 +28,7 @@ from llama_jax.text.chat import encode_chat
 from llama_jax.text.detokenize import StreamDetokenizer
 
 if TYPE_CHECKING:
+    from llama_jax.adapters import LoraSource
     from llama_jax.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -60,6 +61,9 @@ def load(
     n_batch: int = 512,
     mesh: Mesh | None = None,
     packed: bool = False,
+    lora: Sequence[LoraSource] = (),
+    lora_base: str | os.PathLike[str] | None = None,
+    merge_lora: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Llama:
     """Loads a model with its tokenizer.
@@ -74,12 +78,16 @@ def load(
       mesh: devices to divide the model over, from `llama_jax.tensor_mesh`; None is the default device.
       packed: keep quantized weights as small as in the file and unpack them as they are multiplied: for a GPU. A CPU is
         faster with unpacked float32 weights, if they fit.
+      lora: adapters to apply, each a path (GGUF, PEFT folder, or the ggla files of 2023) or (path, scale).
+      lora_base: a model file to read the weights from that adapters change, where `path` is a quantized one.
+      merge_lora: add the adapters into the weights instead of computing with them beside.
       progress: called with (bytes placed, bytes in all) after each weight.
 
     Raises:
       FormatError: the file is damaged or of an unsupported kind.
       ArgumentError: an argument is out of range or the path does not exist.
     """
+    from llama_jax.adapters import apply_adapters, load_adapters, with_base
     from llama_jax.formats.hub import resolve_path
     from llama_jax.formats.load import load_params, loaded_bytes, open_model
 
@@ -91,12 +99,19 @@ def load(
         raise ArgumentError(f"dtype is {dtype!r}; it must be float32, bfloat16 or float16.") from None
     with open_model(resolve_path(path) if path is not None else shipped_model()) as file:
         tokenizer = file.tokenizer()
+        adapters = load_adapters(lora, file.config)
         place = place_params(file.config, mesh)
+        counted = place
         if progress is not None:
-            place = _with_progress(place, loaded_bytes(file, dtype, packed), progress)
-        params = load_params(file, dtype, place, packed=packed)
+            counted = _with_progress(place, loaded_bytes(file, dtype, packed), progress)
+        params = load_params(file, dtype, counted, packed=packed)
+        if lora_base is not None:
+            params = with_base(params, resolve_path(lora_base), adapters, dtype, place)
+        if merge_lora:
+            params, adapters = apply_adapters(params, adapters, merge=True), []
         if mesh is None and jax.default_backend() == "gpu":
             params = join_projections(params)
+        params = apply_adapters(params, adapters)
         return Llama(file.config, params, tokenizer, n_ctx=n_ctx, n_batch=n_batch, mesh=mesh)
 
 

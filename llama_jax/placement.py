@@ -15,6 +15,8 @@ from llama_jax.cache import KVCache, init_cache
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ArgumentError
 from llama_jax.kernels.backend import XLA
+from llama_jax.linear import LoraWeight
+from llama_jax.lora import LoraFactors
 from llama_jax.model import ParameterSpec, Params, by_path, parameter_specs
 from llama_jax.quantization.packed import QuantizedTensor
 
@@ -85,6 +87,23 @@ def place_params(config: LlamaConfig, mesh: Mesh | None) -> Place:
         return jax.block_until_ready(jax.device_put(weight, shardings[path]))
 
     return place
+
+
+def place_beside(weight: Any, factors: LoraFactors) -> LoraFactors:
+    """An adapter's factors where the weight lies that they change: on its device, or divided as it is divided."""
+    while isinstance(weight, LoraWeight):
+        weight = weight.base
+    sharding = weight.sharding
+    if isinstance(weight, QuantizedTensor) and sharding is None:
+        sharding = weight.codes.sharding
+    if isinstance(sharding, NamedSharding):
+        rows, columns = (*sharding.spec, None, None)[:2] if len(weight.shape) == 2 else (None, None)
+        kind = sharding.memory_kind
+        a = NamedSharding(sharding.mesh, PartitionSpec(None, columns), memory_kind=kind)
+        b = NamedSharding(sharding.mesh, PartitionSpec(rows, None), memory_kind=kind)
+    else:
+        a = b = sharding
+    return dataclasses.replace(factors, a=jax.device_put(factors.a, a), b=jax.device_put(factors.b, b))
 
 
 def packed_sharding(weight: QuantizedTensor, sharding: NamedSharding) -> NamedSharding:

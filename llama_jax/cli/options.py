@@ -45,6 +45,34 @@ def add_model_options(
         "--packed", action="store_true", help="keep quantized weights as small as in the file (for a GPU)"
     )
     parser.add_argument("--dtype", choices=_DTYPES, help="of weights and cache; default: bf16 on a GPU, f32 on a CPU")
+    add_lora_options(parser)
+
+
+def add_lora_options(parser: argparse.ArgumentParser) -> None:
+    """What `lora_options` reads."""
+    group = parser.add_argument_group("LoRA adapters (GGUF file, PEFT folder or ggla file)")
+    group.add_argument(
+        "--lora", action="append", default=[], metavar="PATH", help="an adapter; several with commas or repeated"
+    )
+    group.add_argument(
+        "--lora-scaled", action="append", default=[], metavar="PATH:SCALE", help="the same, each with a scale"
+    )
+    group.add_argument("--lora-base", metavar="PATH", help="model to read the weights from that adapters change")
+    group.add_argument("--lora-merge", action="store_true", help="add the adapters into the weights")
+
+
+def lora_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Keyword arguments of `llama_jax.load`."""
+    sources: list[Any] = [path for text in arguments.lora for path in text.split(",")]
+    for text in (text for several in arguments.lora_scaled for text in several.split(",")):
+        path, colon, scale = text.rpartition(":")
+        try:
+            sources.append((path, float(scale)))
+        except ValueError:
+            colon = ""
+        if not colon or not path:
+            raise ArgumentError(f"--lora-scaled is {text!r}; it must be PATH:SCALE, as in adapter.gguf:0.5.")
+    return dict(lora=sources, lora_base=arguments.lora_base, merge_lora=arguments.lora_merge)
 
 
 def add_prompt_options(parser: argparse.ArgumentParser) -> None:
@@ -229,6 +257,7 @@ def load_model(arguments: argparse.Namespace) -> tuple[Llama, float]:
             n_ctx=arguments.ctx_size,
             n_batch=arguments.batch_size,
             packed=arguments.packed,
+            **lora_options(arguments),
             progress=update,
         )
         jax.block_until_ready(model.params)

@@ -1,4 +1,4 @@
-"""What the tensors are called: here, in GGUF files and in Hugging Face's.
+"""What the tensors are called: here, in GGUF files, in Hugging Face's, and in those before GGUF.
 
 A parameter path names a leaf of `llama_jax.model.Params`: "embedding", "layers.3.wq", "output_norm", "output_head".
 """
@@ -49,8 +49,28 @@ HF_LAYER = {
 HF_TOP_INVERSE = {name: path for path, name in HF_TOP.items()}
 HF_LAYER_INVERSE = {name: path for path, name in HF_LAYER.items()}
 
+LEGACY_TOP = {
+    "embedding": "tok_embeddings.weight",
+    "output_norm": "norm.weight",
+    "output_head": "output.weight",
+}
+LEGACY_LAYER = {
+    "attention_norm": "attention_norm.weight",
+    "wq": "attention.wq.weight",
+    "wk": "attention.wk.weight",
+    "wv": "attention.wv.weight",
+    "wo": "attention.wo.weight",
+    "ffn_norm": "ffn_norm.weight",
+    "w_gate": "feed_forward.w1.weight",
+    "w_up": "feed_forward.w3.weight",
+    "w_down": "feed_forward.w2.weight",
+}
+LEGACY_TOP_INVERSE = {name: path for path, name in LEGACY_TOP.items()}
+LEGACY_LAYER_INVERSE = {name: path for path, name in LEGACY_LAYER.items()}
+
 _PATH = re.compile(r"layers\.(0|[1-9]\d*)\.(\w+)")
 _GGUF = re.compile(r"blk\.(0|[1-9]\d*)\.(.+)")
+_LEGACY = re.compile(r"layers\.(0|[1-9]\d*)\.(.+)")
 _HF = re.compile(r"model\.layers\.(0|[1-9]\d*)\.(.+)")
 _HF_IGNORED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 
@@ -73,6 +93,14 @@ def path_of_gguf(name: str) -> str | None:
     if match and match[2] in GGUF_LAYER_INVERSE:
         return f"layers.{match[1]}.{GGUF_LAYER_INVERSE[match[2]]}"
     return GGUF_TOP_INVERSE.get(name)
+
+
+def path_of_legacy(name: str) -> str | None:
+    """The parameter path of a tensor of a file before GGUF, None for a tensor that is no parameter."""
+    match = _LEGACY.fullmatch(name)
+    if match and match[2] in LEGACY_LAYER_INVERSE:
+        return f"layers.{match[1]}.{LEGACY_LAYER_INVERSE[match[2]]}"
+    return LEGACY_TOP_INVERSE.get(name)
 
 
 def path_of_hf(name: str) -> str | None:
