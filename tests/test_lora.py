@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from llama_jax.errors import ArgumentError
-from llama_jax.generate import generate_tokens
 from llama_jax.linear import LoraWeight, embed, linear
 from llama_jax.lora import LAYER_MATRICES, LoraFactors, init_lora, map_weights, merge_lora, with_lora
 from llama_jax.losses import loss
@@ -17,7 +16,7 @@ from llama_jax.placement import param_shardings, place_beside, tensor_mesh
 from llama_jax.quantization import pack
 from tests.tiny import tiny_config, tiny_params
 
-CONFIG = tiny_config(d_model=64, d_ff=64, head_dim=16, n_kv_heads=4)
+CONFIG = tiny_config(d_model=64, d_ff=64, n_layers=1, head_dim=16, n_kv_heads=4)
 TOKENS = jnp.asarray([[3, 14, 15, 92, 65, 35], [8, 97, 93, 2, 38, 46]], jnp.int32)
 EVERYTHING = (*LAYER_MATRICES, "embedding", "output_head")
 FORWARD = jax.jit(forward, static_argnames="config")
@@ -68,16 +67,15 @@ def summed(params, adapter, scale=1.0):
     return map_weights(change, params)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("kind", ["dense", "packed"])
-def test_a_fresh_adapter_changes_nothing_bit_for_bit(params, dtype, kind):
+@pytest.mark.parametrize(("kind", "dtype"), [("dense", jnp.float32), ("dense", jnp.bfloat16), ("packed", jnp.bfloat16)])
+def test_a_fresh_adapter_changes_nothing_bit_for_bit(params, kind, dtype):
     if kind == "packed":
         weights = packed(params, dtype=dtype)
     else:
         weights = map_weights(lambda path, w: w if w.ndim == 1 else w.astype(dtype), params)
     fresh = init_lora(jax.random.key(0), CONFIG, rank=4, targets=EVERYTHING)
     adapted = with_lora(weights, fresh)
-    assert isinstance(adapted.layers[1].w_down, LoraWeight)
+    assert isinstance(adapted.layers[0].w_down, LoraWeight)
     np.testing.assert_array_equal(logits(adapted).view(np.uint32), logits(weights).view(np.uint32))
     if kind == "dense":
         merged = merge_lora(adapted)
@@ -87,7 +85,9 @@ def test_a_fresh_adapter_changes_nothing_bit_for_bit(params, dtype, kind):
 
 @pytest.mark.parametrize("target", EVERYTHING)
 def test_each_weight_is_changed_as_defined(params, target):
-    adapter = trained(CONFIG, [target])
+    zero = {path: dataclasses.replace(f, b=0 * f.b) for path, f in trained(CONFIG).items()}  # one program for all
+    path = target if target in zero else f"layers.0.{target}"
+    adapter = zero | {path: trained(CONFIG)[path]}
     expected = logits(summed(params, adapter))
     assert np.abs(expected - logits(params)).max() > 0.01
     np.testing.assert_allclose(logits(with_lora(params, adapter)), expected, atol=1e-4, rtol=0)
@@ -114,9 +114,9 @@ def test_a_packed_weight_stays_packed_beside_its_adapter_and_becomes_dense_when_
 
 
 def test_a_tied_embedding_and_its_head_are_changed_separately():
-    config = tiny_config(tied_embeddings=True)
+    config = dataclasses.replace(CONFIG, tied_embeddings=True)
     params = tiny_params(config)
-    f = trained(tiny_config(), ["embedding"])["embedding"]
+    f = trained(CONFIG, ["embedding"])["embedding"]
     change = f.scale * np.asarray(f.b) @ np.asarray(f.a)
     whole = params.embedding + change
     apart = dataclasses.replace(params, embedding=whole, output_head=params.embedding)
@@ -134,12 +134,12 @@ def test_a_norm_is_changed_at_once(params):
     f = LoraFactors(
         a=rng.normal(size=(2, 64)).astype(np.float32), b=rng.normal(size=(1, 2)).astype(np.float32), scale=0.5
     )
-    got = with_lora(params, {"layers.1.ffn_norm": f}, 2.0).layers[1].ffn_norm
+    got = with_lora(params, {"layers.0.ffn_norm": f}, 2.0).layers[0].ffn_norm
     np.testing.assert_allclose(got, 1.0 + (f.b @ f.a)[0], rtol=1e-6)
 
 
 def test_gradients_reach_the_factors_and_are_those_of_the_summed_weights(params):
-    adapter = trained(CONFIG)
+    adapter = trained(CONFIG, ["embedding", "wq", "w_down"])
 
     def beside(adapter):
         return loss(with_lora(params, adapter), TOKENS[:, :-1], TOKENS[:, 1:], CONFIG)
@@ -155,39 +155,10 @@ def test_gradients_reach_the_factors_and_are_those_of_the_summed_weights(params)
             np.testing.assert_allclose(getattr(got[path], side), wanted, atol=1e-4 * np.abs(wanted).max() + 1e-6)
 
 
-def test_a_step_of_training_lowers_the_loss_and_leaves_the_base_alone(params):
-    base = packed(params)
-    adapter = init_lora(jax.random.key(0), CONFIG, rank=4, alpha=8.0)
-
-    @jax.jit
-    def step(adapter):
-        value, gradient = jax.value_and_grad(
-            lambda adapter: loss(with_lora(base, adapter), TOKENS[:, :-1], TOKENS[:, 1:], CONFIG)
-        )(adapter)
-        return value, jax.tree.map(lambda x, g: x - 0.3 * g, adapter, gradient)
-
-    losses = []
-    for _ in range(8):
-        value, adapter = step(adapter)
-        losses.append(float(value))
-    assert losses[-1] < losses[0] - 0.2
-
-
-def test_generation_takes_adapted_parameters(params):
-    adapted = with_lora(params, trained(CONFIG))
-    generate = jax.jit(generate_tokens, static_argnames=("config", "max_tokens"))
-    tokens, _ = generate(adapted, TOKENS, CONFIG, max_tokens=4)
-    expected, _ = generate(merge_lora(adapted), TOKENS, CONFIG, max_tokens=4)
-    plain, _ = generate(params, TOKENS, CONFIG, max_tokens=4)
-    np.testing.assert_array_equal(tokens, expected)
-    assert not np.array_equal(tokens, plain)
-
-
-@pytest.mark.parametrize("n", [2, 4])
-def test_a_mesh_changes_nothing(params, n):
+def test_a_mesh_changes_nothing(params):
     adapter = trained(CONFIG)
     expected = logits(with_lora(params, adapter))
-    mesh = tensor_mesh(n)
+    mesh = tensor_mesh(4)
     divided = jax.device_put(params, param_shardings(CONFIG, mesh))
     weights = {"output_head": None}
     map_weights(weights.__setitem__, divided)
@@ -201,7 +172,7 @@ def test_scales_of_a_fresh_adapter():
     assert init_lora(jax.random.key(0), CONFIG, rank=4, alpha=8.0)["layers.0.wq"].scale == 2.0
     assert init_lora(jax.random.key(0), CONFIG, rank=4, alpha=8.0, rslora=True)["layers.0.wq"].scale == 4.0
     adapter = init_lora(jax.random.key(0), CONFIG, targets=["wv", "embedding"], dtype=jnp.bfloat16)
-    assert list(adapter) == ["embedding", "layers.0.wv", "layers.1.wv"]
+    assert list(adapter) == ["embedding", "layers.0.wv"]
     for f in adapter.values():
         assert f.rank == 8
         assert f.a.dtype == f.b.dtype == jnp.bfloat16
@@ -236,7 +207,7 @@ def factors(n_out, n_in, rank=2, rank_b=None):
             r"The adapter changes a layers.0.wq of shape \(64, 32\); the model's has shape \(64, 64\)\.",
         ),
         ({"layers.0.wq": factors(64, 64, 2, 3)}, r"factors of layers.0.wq have shapes a \(2, 64\) and b \(64, 3\)"),
-        ({"layers.2.wq": factors(64, 64)}, r"changes 'layers.2.wq', which a model of this shape does not have\."),
+        ({"layers.1.wq": factors(64, 64)}, r"changes 'layers.1.wq', which a model of this shape does not have\."),
         ({"layers.0.attention_norm": factors(64, 64)}, r"of shape \(64, 64\); the model's has shape \(64,\)\."),
     ],
 )
