@@ -102,6 +102,16 @@ def replacing(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+def first_bytes(path: Path, count: int) -> bytes:
+    """At most `count` bytes of the beginning of a file; raises as `check_regular`."""
+    check_regular(path)
+    try:
+        with path.open("rb") as file:
+            return file.read(count)
+    except OSError as error:
+        raise ArgumentError(f"{path} cannot be read: {error.strerror}.") from None
+
+
 _FOREIGN = (
     (b"lmgg", "an unversioned ggml file of early 2023"),
     (b"fmgg", "a ggmf file of early 2023"),

@@ -18,7 +18,7 @@ from llama_jax.errors import ArgumentError, FormatError, plain, shown
 from llama_jax.formats import names
 from llama_jax.formats.config_gguf import config_from_gguf
 from llama_jax.formats.config_hf import config_from_hf
-from llama_jax.formats.files import TensorInfo
+from llama_jax.formats.files import TensorInfo, first_bytes
 from llama_jax.formats.gguf import GGUFFile
 from llama_jax.formats.safetensors import INDEX_FILE, SINGLE_FILE, SafetensorsFolder, read_json
 from llama_jax.model import Layer, Params
@@ -213,7 +213,7 @@ class HuggingFaceModel(ModelFile):
 
 
 def open_model(path: str | Path) -> ModelFile:
-    """Open a .gguf file or a Hugging Face folder.
+    """Open a .gguf file, one of the formats before GGUF, or a Hugging Face folder.
 
     Raises:
       ArgumentError: the path does not exist.
@@ -226,7 +226,9 @@ def open_model(path: str | Path) -> ModelFile:
         return HuggingFaceModel(path)
     if path.suffix == ".safetensors":
         raise ArgumentError(f"{path} is one file of a Hugging Face model; name the folder that holds it.")
-    return GGUFModel(path)
+    from llama_jax.formats.ggjt import MAGICS, LegacyModel
+
+    return LegacyModel(path) if first_bytes(path, 4) in MAGICS else GGUFModel(path)
 
 
 def check_tensors(file: ModelFile) -> None:
