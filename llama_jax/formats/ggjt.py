@@ -118,9 +118,7 @@ class LegacyModel(ModelFile):
             raise FormatError(f"{self.path}: n_head is {h.n_head}; it must divide the model's width, {h.n_embd}.")
         head_dim = h.n_embd // h.n_head
         if h.n_rot != head_dim:
-            raise FormatError(
-                f"{self.path}: n_rot is {h.n_rot}; only models that rotate whole heads, {head_dim}, work."
-            )
+            raise FormatError(f"{self.path}: n_rot is {h.n_rot}; it must be the width of a head, {head_dim}.")
         n_kv_heads, rest = divmod(self._shape("layers.0.wk")[0], head_dim)
         if rest:
             raise FormatError(f"{self.path}: layers.0.wk has {self._shape('layers.0.wk')[0]} rows, not whole heads.")

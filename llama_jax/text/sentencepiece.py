@@ -39,6 +39,11 @@ class SentencePieceTokenizer(VocabularyTokenizer):
         known = (i if i < self.vocab_size else unknown for i in ids)
         return [i for i in known if i is not None]
 
+    def score(self, token_id: int) -> float:
+        """As in the file; 0 for a token that was added to the model."""
+        known = self._checked(token_id) < self._processor_size
+        return float(self._processor.get_score(token_id)) if known else 0.0
+
     def _plain_bytes(self, token_id: int) -> bytes:
         text = self._vocabulary.texts[token_id]
         if self._vocabulary.types[token_id] == TokenType.BYTE:

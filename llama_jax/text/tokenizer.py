@@ -77,6 +77,14 @@ class Tokenizer(Protocol):
         """The token as the vocabulary writes it. Raises ArgumentError for an unknown id."""
         ...
 
+    def score(self, token_id: int) -> float:
+        """What SentencePiece orders merges by, 0 without scores. Raises ArgumentError for an unknown id."""
+        ...
+
+    def token_type(self, token_id: int) -> TokenType:
+        """The kind of the token. Raises ArgumentError for an unknown id."""
+        ...
+
     def is_control(self, token_id: int) -> bool:
         """Whether the token is a control token. Raises ArgumentError for an unknown id."""
         ...

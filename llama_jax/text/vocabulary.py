@@ -206,6 +206,15 @@ class VocabularyTokenizer(ABC):
         """Whether the token is a control token, such as BOS or the end of a turn."""
         return self._vocabulary.types[self._checked(token_id)] == TokenType.CONTROL
 
+    def score(self, token_id: int) -> float:
+        """What SentencePiece orders merges by; 0 where a vocabulary has no scores."""
+        self._checked(token_id)
+        return 0.0
+
+    def token_type(self, token_id: int) -> TokenType:
+        """The kind of the token."""
+        return TokenType(self._vocabulary.types[self._checked(token_id)])
+
     def _checked(self, token_id: int) -> int:
         if not 0 <= token_id < self.vocab_size:
             raise ArgumentError(f"The token id {token_id} does not exist; allowed are 0 to {self.vocab_size - 1}.")
