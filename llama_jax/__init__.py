@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from llama_jax.sampling.params import SamplingParams, join_params, sampling_params
     from llama_jax.sampling.state import SamplerState, recent_tokens, start_state
     from llama_jax.session import Session, Timings, TokenLogprobs
+    from llama_jax.text.vocab import Vocab
 
 __version__ = "0.1.0"
 
@@ -49,6 +50,7 @@ _PUBLIC = {
     "sampling.params": ("SamplingParams", "join_params", "sampling_params"),
     "sampling.state": ("SamplerState", "recent_tokens", "start_state"),
     "session": ("Session", "Timings", "TokenLogprobs"),
+    "text.vocab": ("Vocab",),
 }
 _MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in names}
 
