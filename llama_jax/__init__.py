@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from llama_jax.cache import KVCache, advance, append, append_and_attend, init_cache
     from llama_jax.config import PRESETS, LlamaConfig, RopeScaling
+    from llama_jax.embeddings import embed_texts, pooled_states
     from llama_jax.errors import ArgumentError, FormatError, LlamaJaxError
     from llama_jax.formats.load import load_params, open_model
     from llama_jax.formats.lora import load_lora
@@ -33,6 +34,7 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "cache": ("KVCache", "advance", "append", "append_and_attend", "init_cache"),
     "config": ("PRESETS", "LlamaConfig", "RopeScaling"),
+    "embeddings": ("embed_texts", "pooled_states"),
     "errors": ("ArgumentError", "FormatError", "LlamaJaxError"),
     "formats.load": ("load_params", "open_model"),
     "formats.lora": ("load_lora",),

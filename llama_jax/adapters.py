@@ -16,7 +16,8 @@ from llama_jax.errors import ArgumentError
 from llama_jax.formats.load import check_tensors, open_model
 from llama_jax.formats.lora import load_lora
 from llama_jax.formats.names import is_norm
-from llama_jax.lora import Adapter, map_weights, merge_lora, with_lora
+from llama_jax.linear import Joined
+from llama_jax.lora import Adapter, joined_paths, map_weights, merge_lora, with_lora
 from llama_jax.model import Params
 from llama_jax.placement import Place, place_beside
 
@@ -46,7 +47,14 @@ def load_adapters(sources: Sequence[LoraSource], config: LlamaConfig) -> list[Sc
 def apply_adapters(params: Params, adapters: Sequence[ScaledAdapter], *, merge: bool = False) -> Params:
     """The parameters with adapters beside the weights that they change, in the same memory, or added into them."""
     weights: dict[str, Any] = {"output_head": params.embedding}
-    map_weights(weights.__setitem__, params)
+
+    def note(path: str, weight: Any) -> None:
+        if isinstance(weight, Joined):
+            weights.update(dict.fromkeys(joined_paths(path, weight), weight.rows))
+        else:
+            weights[path] = weight
+
+    map_weights(note, params)
     for adapter, scale in adapters:
         placed = {path: place_beside(weights[path], factors) for path, factors in adapter.items()}
         params = with_lora(params, placed, scale)

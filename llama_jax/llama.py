@@ -18,7 +18,8 @@ from jax.typing import DTypeLike
 
 from llama_jax import checks
 from llama_jax.config import LlamaConfig
-from llama_jax.errors import ArgumentError
+from llama_jax.embeddings import Pooling, embed_texts
+from llama_jax.errors import ArgumentError, shown
 from llama_jax.model import Params, join_projections
 from llama_jax.placement import Place, check_devices, default_dtype, place_params
 from llama_jax.prompt_cache import PromptCache, Snapshot
@@ -342,3 +343,22 @@ class Llama:
     def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """The assistant's answer to `messages`; arguments as in `stream_chat`."""
         return "".join(self.stream_chat(messages, **options))
+
+    def embed(
+        self, texts: Sequence[str | Sequence[int]], *, pooling: Pooling = "last", normalize: bool = True
+    ) -> list[np.ndarray]:
+        """The vector of each text, float32 [D]: its hidden states after the last norm, pooled.
+
+        Args:
+          texts: strings, to which the file's rules add BOS and EOS, or token ids.
+          pooling: "last" token, "mean" over the tokens, or "none", which gives [tokens, D], never normalised.
+          normalize: to a Euclidean length of 1.
+        """
+        if isinstance(texts, (str, bytes)):
+            raise ArgumentError(f"texts is {shown(texts)}; it must be a list of texts.")
+        ids = [
+            self.tokenizer.encode(text, parse_special=True) if isinstance(text, str) else self.tokenize_prompt(text)
+            for text in texts
+        ]
+        limits = dict(n_ctx=self.n_ctx, n_batch=self.n_batch)
+        return list(embed_texts(self.params, self.config, ids, pooling=pooling, normalize=normalize, **limits))

@@ -20,10 +20,11 @@ from jax.typing import DTypeLike
 from llama_jax import checks
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ArgumentError, shown
-from llama_jax.linear import LoraWeight
+from llama_jax.linear import Joined, LoraWeight
 from llama_jax.model import Layer, Params, by_path, parameter_specs
 from llama_jax.quantization.packed import QuantizedTensor, dequantize_packed
 
+_FIELDS = [field.name for field in dataclasses.fields(Layer)]
 LAYER_MATRICES = ("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down")
 
 
@@ -106,17 +107,24 @@ def with_lora(params: Params, adapter: Adapter, scale: float | Array = 1.0) -> P
     used: set[str] = set()
 
     def wrap(path: str, weight: Any) -> Any:
-        factors = adapter.get(path)
-        if factors is None:
+        paths = joined_paths(path, weight) if isinstance(weight, Joined) else [path]
+        factors = [adapter.get(part) for part in paths]
+        if not any(factors):
             return weight
-        used.add(path)
-        shape, given = tuple(weight.shape), (factors.b.shape[0], factors.a.shape[1])
-        if (1, *shape)[-2:] != given:
-            raise ArgumentError(f"The adapter changes a {path} of shape {given}; the model's has shape {shape}.")
-        total = jnp.asarray(scale, jnp.float32) * jnp.float32(factors.scale)
-        if len(shape) == 1:  # a norm's vector is small enough to be changed at once
-            return weight + (total * _product(factors)[0]).astype(weight.dtype)
-        return LoraWeight(base=weight, a=factors.a, b=factors.b, scale=total)
+        used.update(paths)
+        shapes = [(n, *weight.rows.shape[1:]) for n in weight.outs] if isinstance(weight, Joined) else [weight.shape]
+        for part, f, shape in zip(paths, factors, map(tuple, shapes), strict=True):
+            given = (f.b.shape[0], f.a.shape[1]) if f else None
+            if given and given != (1, *shape)[-2:]:
+                raise ArgumentError(f"The adapter changes a {part} of shape {given}; the model's has shape {shape}.")
+        if isinstance(weight, Joined):
+            a, b = _stacked(factors, weight.outs)
+            return Joined(LoraWeight(base=weight.rows, a=a, b=b, scale=jnp.asarray(scale, jnp.float32)), weight.outs)
+        (f,) = factors
+        total = jnp.asarray(scale, jnp.float32) * jnp.float32(f.scale)
+        if len(weight.shape) == 1:  # a norm's vector is small enough to be changed at once
+            return weight + (total * _product(f)[0]).astype(weight.dtype)
+        return LoraWeight(base=weight, a=f.a, b=f.b, scale=total)
 
     result = map_weights(wrap, params)
     unused = [path for path in adapter if path not in used]
@@ -125,26 +133,63 @@ def with_lora(params: Params, adapter: Adapter, scale: float | Array = 1.0) -> P
     return result
 
 
+def _stacked(factors: Sequence[LoraFactors | None], outs: Sequence[int]) -> tuple[Array, Array]:
+    """One pair of factors for joined weights: each one's a behind the others', its b with its scale in a block.
+
+    Returns:
+      a: float32 [sum of ranks, in].
+      b: float32 [sum of outs, sum of ranks].
+    """
+    given = [f for f in factors if f is not None]
+    a = jnp.concatenate([f.a.astype(jnp.float32) for f in given])
+
+    def row(f: LoraFactors | None, n_out: int) -> Array:
+        blocks = [g.scale * g.b.astype(jnp.float32) if g is f else jnp.zeros((n_out, g.rank)) for g in given]
+        return jnp.concatenate(blocks, axis=1)
+
+    return a, jnp.concatenate([row(f, n_out) for f, n_out in zip(factors, outs, strict=True)])
+
+
 def merge_lora(params: Params) -> Params:
     """Adds every adapter into its weight, which keeps its dtype; a packed weight becomes a dense one.
 
     An adapter that changes nothing gives back the bits of a dense weight.
     """
-    return map_weights(lambda path, weight: _merged(weight) if isinstance(weight, LoraWeight) else weight, params)
+
+    def merge(path: str, weight: Any) -> Any:
+        if isinstance(weight, Joined):
+            return Joined(merge(path, weight.rows), weight.outs)
+        return _merged(weight) if isinstance(weight, LoraWeight) else weight
+
+    return map_weights(merge, params)
 
 
 def map_weights(change: Callable[[str, Any], Any], params: Params) -> Params:
-    """`change(path, weight)` of every weight; a weight is an array, a `QuantizedTensor` or a `LoraWeight`."""
+    """`change(path, weight)` of every weight: an array, a `QuantizedTensor`, a `LoraWeight` or a `Joined`.
+
+    What is joined has the path of its first weight; the others' stay None.
+    """
+
+    def call(path: str, weight: Any) -> Any:
+        return None if weight is None else change(path, weight)
+
     layers = tuple(
-        Layer(**{f.name: change(f"layers.{n}.{f.name}", getattr(layer, f.name)) for f in dataclasses.fields(layer)})
+        Layer(**{field: call(f"layers.{n}.{field}", getattr(layer, field)) for field in _FIELDS})
         for n, layer in enumerate(params.layers)
     )
     return Params(
-        embedding=change("embedding", params.embedding),
+        embedding=call("embedding", params.embedding),
         layers=layers,
-        output_norm=change("output_norm", params.output_norm),
-        output_head=None if params.output_head is None else change("output_head", params.output_head),
+        output_norm=call("output_norm", params.output_norm),
+        output_head=call("output_head", params.output_head),
     )
+
+
+def joined_paths(path: str, weight: Joined) -> list[str]:
+    """The paths of the weights that are joined in what stands at `path`."""
+    layer, _, field = path.rpartition(".")
+    first = _FIELDS.index(field)
+    return [f"{layer}.{name}" for name in _FIELDS[first : first + len(weight.outs)]]
 
 
 def _check_factors(path: str, factors: LoraFactors) -> None:

@@ -11,7 +11,7 @@ from llama_jax.errors import ArgumentError
 from llama_jax.linear import LoraWeight, embed, linear
 from llama_jax.lora import LAYER_MATRICES, LoraFactors, init_lora, map_weights, merge_lora, with_lora
 from llama_jax.losses import loss
-from llama_jax.model import forward
+from llama_jax.model import forward, join_projections
 from llama_jax.placement import param_shardings, place_beside, tensor_mesh
 from llama_jax.quantization import pack
 from tests.tiny import tiny_config, tiny_params
@@ -111,6 +111,27 @@ def test_a_packed_weight_stays_packed_beside_its_adapter_and_becomes_dense_when_
     assert isinstance(merged.layers[0].wq, jax.Array)
     np.testing.assert_allclose(logits(adapted), logits(merged), atol=1e-3, rtol=0)
     assert np.abs(logits(adapted) - logits(base)).max() > 0.1
+
+
+@pytest.mark.parametrize("kind", ["dense", "packed"])
+def test_joined_weights_take_the_adapters_of_their_parts(params, kind):
+    base = packed(params) if kind == "packed" else params
+    adapter = {path: f for path, f in trained(CONFIG).items() if "wk" not in path}
+    adapted = with_lora(with_lora(base, adapter, 0.5), trained(CONFIG, ["w_up"], seed=2), 2.0)
+    joined = join_projections(jax.tree.map(jnp.copy, base))
+    assert joined.layers[0].wk is None
+    beside = with_lora(with_lora(joined, adapter, 0.5), trained(CONFIG, ["w_up"], seed=2), 2.0)
+    np.testing.assert_allclose(logits(beside), logits(adapted), atol=1e-4, rtol=0)
+    np.testing.assert_allclose(logits(merge_lora(beside)), logits(adapted), atol=1e-3, rtol=0)
+    fresh = with_lora(joined, init_lora(jax.random.key(0), CONFIG))
+    np.testing.assert_array_equal(logits(fresh), logits(joined))
+    one = jax.jit(lambda p: forward(p, TOKENS[:1, :1], CONFIG)[0])  # a single row, which has products of its own
+    np.testing.assert_array_equal(one(fresh), one(joined))
+    np.testing.assert_allclose(one(beside), one(adapted), atol=1e-4)
+    with pytest.raises(
+        ArgumentError, match=r"changes a layers.0.wk of shape \(64, 32\); the model's has shape \(64, 64\)"
+    ):
+        with_lora(joined, {"layers.0.wk": factors(64, 32)})
 
 
 def test_a_tied_embedding_and_its_head_are_changed_separately():

@@ -18,6 +18,7 @@ from llama_jax.errors import LlamaJaxError
 COMMANDS = {
     "generate": "continue a prompt",
     "chat": "talk with a model",
+    "embed": "print texts as vectors",
     "tokenize": "show the tokens of a text",
     "detokenize": "show the text of token ids",
     "info": "show what a model file holds, without loading its weights",

@@ -12,9 +12,9 @@ from llama_jax.config import LlamaConfig
 from llama_jax.errors import ArgumentError, shown
 from llama_jax.formats import names
 from llama_jax.formats.config_gguf import ARCHITECTURE
+from llama_jax.formats.files import replacing
 from llama_jax.formats.load import interleave_rows
 from llama_jax.formats.lora import PEFT_CONFIG, PEFT_WEIGHTS
-from llama_jax.formats.files import replacing
 from llama_jax.lora import Adapter, LoraFactors
 
 _GGUF_DTYPES = {"F32": np.float32, "F16": np.float16}
