@@ -20,7 +20,7 @@ from llama_jax.errors import ArgumentError
 from llama_jax.kernels.attention import attention
 from llama_jax.kernels.backend import XLA, Kernels, default_kernels
 from llama_jax.kernels.decode_attention import decode_attention
-from llama_jax.rope import rotate_back
+from llama_jax.rope import apply_rope, rotate_back
 
 
 @struct.dataclass
@@ -91,9 +91,19 @@ def _replaced(buffers: tuple[Array, ...], index: int, buffer: Array) -> tuple[Ar
 
 
 def append_and_attend(
-    cache: KVCache, layer: int, q: Array, k: Array, v: Array, counts: Array, window: int | None
+    cache: KVCache,
+    layer: int,
+    q: Array,
+    k: Array,
+    v: Array,
+    rotations: tuple[Array, Array],
+    counts: Array,
+    window: int | None,
 ) -> tuple[Array, KVCache]:
     """`append`s the keys and values and lets their queries `q` [B, T, H, E] attend to all slots up to their own.
+
+    Args:
+      q, k: not rotated yet; `rotations` are those of their positions, see `llama_jax.rope.rope_rotations`.
 
     Returns:
       out: [B, T, H, E], meaningless where nothing was appended.
@@ -101,10 +111,11 @@ def append_and_attend(
     """
     if cache.kernels.decode_attention == "triton" and q.shape[1] == 1:
         out, k_buffer, v_buffer = decode_attention(
-            q[:, 0], k[:, 0], v[:, 0], cache.k[layer], cache.v[layer], cache.lengths, counts, window
+            q[:, 0], k[:, 0], v[:, 0], cache.k[layer], cache.v[layer], cache.lengths, counts, rotations, window
         )
         k_buffers, v_buffers = _replaced(cache.k, layer, k_buffer), _replaced(cache.v, layer, v_buffer)
         return out[:, None], replace(cache, k=k_buffers, v=v_buffers)
+    q, k = apply_rope(q, rotations), apply_rope(k, rotations)
     cache = append(cache, layer, k, v, counts)
     kv_lengths = cache.lengths + counts
     k_buffer, v_buffer = cache.k[layer], cache.v[layer]

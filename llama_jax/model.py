@@ -149,12 +149,12 @@ def _attention_block(
     q, k, v = (
         heads.reshape(B, T, -1, config.head_dim) for heads in linears(x, layer.wq, layer.wk, layer.wv)
     )  # [B, T, H, E] and twice [B, T, K, E]
-    q, k = apply_rope(q, rotations), apply_rope(k, rotations)
     if cache is None:
+        q, k = apply_rope(q, rotations), apply_rope(k, rotations)
         start = jnp.zeros(B, jnp.int32)
         out = attention(q, k.swapaxes(1, 2), v.swapaxes(1, 2), start, config.sliding_window)
     else:
-        out, cache = append_and_attend(cache, index, q, k, v, counts, config.sliding_window)
+        out, cache = append_and_attend(cache, index, q, k, v, rotations, counts, config.sliding_window)
     return linear(out.reshape(B, T, -1), layer.wo), cache
 
 

@@ -48,10 +48,11 @@ def decode_seconds(B: int, S: int, kernels: str, options: dict[str, Any]) -> flo
 
     def all_caches(q: Array, caches: list[Array]) -> tuple[Array, list[Array]]:
         new = jnp.ones((B, KV_HEADS, WIDTH), jnp.bfloat16)
+        angles = (jnp.ones((B, 1, WIDTH // 2)), jnp.zeros((B, 1, WIDTH // 2)))
         for i in range(0, 2 * n, 2):
             k, v = caches[i], caches[i + 1]
             if kernels == "triton":
-                q, caches[i], caches[i + 1] = decode_attention(q, new, new, k, v, lengths, counts, **options)
+                q, caches[i], caches[i + 1] = decode_attention(q, new, new, k, v, lengths, counts, angles, **options)
             else:
                 q = attention(q[:, None], k, v, lengths)[:, 0]
         return q, caches

@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from llama_jax.kernels.attention import attention_reference
+from llama_jax.rope import apply_rope
 
 _NOTHING = -1e30  # the logarithm of no weight at all; finite, so that differences of two stay numbers
 _MIN_ROWS = 16  # of a matrix unit's left operand
@@ -30,10 +31,12 @@ def decode_attention_reference(
     v_cache: Array,
     lengths: Array,
     counts: Array,
+    rotations: tuple[Array, Array],
     window: int | None = None,
 ) -> tuple[Array, Array, Array]:
     """What `decode_attention` computes, as plain array operations."""
     B, K, S, _ = k_cache.shape
+    q, k_new = apply_rope(q[:, None], rotations)[:, 0], apply_rope(k_new[:, None], rotations)[:, 0]
     slots = jnp.where(counts > 0, lengths, S)[:, None]
     rows, heads = jnp.arange(B, dtype=jnp.int32)[:, None], jnp.arange(K, dtype=jnp.int32)
     k_cache = k_cache.at[rows, heads, slots].set(k_new.astype(k_cache.dtype), mode="drop")
@@ -43,8 +46,8 @@ def decode_attention_reference(
 
 
 def _split_kernel(
-    lengths_ref, counts_ref, q_ref, k_new_ref, v_new_ref, k_ref, v_ref, out_ref, lse_ref, k_out_ref, v_out_ref,
-    *, block: int, n_splits: int, window: int | None,
+    lengths_ref, counts_ref, cos_ref, sin_ref, q_ref, k_new_ref, v_new_ref, k_ref, v_ref,
+    out_ref, lse_ref, k_out_ref, v_out_ref, *, block: int, n_splits: int, window: int | None,
 ):  # fmt: skip
     """One part of one sequence's slots for the query heads [G, E] of one key/value head."""
     row, split = pl.program_id(0), pl.program_id(2)
@@ -60,8 +63,24 @@ def _split_kernel(
     start = first + split * share
     stop = jnp.minimum(start + share, position)
 
-    q = plgpu.load(q_ref.at[rows[:, None], columns[None, :]], mask=(rows < G)[:, None] & real, other=0.0)
-    k_new = plgpu.load(k_new_ref.at[columns], mask=columns < E, other=0.0)
+    # Rotation: each number is turned with its partner, half a head away.
+    first_half = columns < E // 2
+    partners = jnp.where(first_half, columns + E // 2, columns - E // 2)
+    pairs = jnp.where(first_half, columns, columns - E // 2)
+    cos = plgpu.load(cos_ref.at[pairs], mask=columns < E, other=0.0)
+    sin = plgpu.load(sin_ref.at[pairs], mask=columns < E, other=0.0)
+    sin = jnp.where(first_half, -sin, sin)
+
+    def turned(here: jax.Array, partner: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+        return (here.astype(jnp.float32) * cos + partner.astype(jnp.float32) * sin).astype(here.dtype)
+
+    heads = (rows < G)[:, None] & real
+    q, q_partner = (
+        plgpu.load(q_ref.at[rows[:, None], at[None, :]], mask=heads, other=0.0) for at in (columns, partners)
+    )
+    q = turned(q, q_partner, cos[None, :], sin[None, :])
+    k_new, k_partner = (plgpu.load(k_new_ref.at[at], mask=columns < E, other=0.0) for at in (columns, partners))
+    k_new = turned(k_new, k_partner, cos, sin)
     v_new = plgpu.load(v_new_ref.at[columns], mask=columns < E, other=0.0)
 
     # The first part begins with the new token itself, which is in no slot yet.
@@ -132,6 +151,7 @@ def decode_attention(
     v_cache: Array,
     lengths: Array,
     counts: Array,
+    rotations: tuple[Array, Array],
     window: int | None = None,
     *,
     block: int = 64,
@@ -143,11 +163,13 @@ def decode_attention(
     """Appends one token per row to the cache and attends to it and all before it, in one pass over the filled slots.
 
     Args:
-      q: [B, H, E]; head h attends to key/value head h // (H / K).
-      k_new, v_new: [B, K, E], of the new tokens.
+      q: [B, H, E], not rotated; head h attends to key/value head h // (H / K).
+      k_new, v_new: [B, K, E], of the new tokens; k_new not rotated.
       k_cache, v_cache: [B, K, S, E], updated in place where they are donated.
       lengths: [B] int32, filled slots per row: the new token's position.
       counts: [B] int32; a row with 0 writes nothing, and its result means nothing. Nor does a full row write.
+      rotations: cosines and sines that q and k_new are to be turned by, each float32 [B, 1, E/2], see
+        `llama_jax.rope.rope_rotations`. The kernel does it, which spares two small ones.
       window: a token sees itself and the `window - 1` tokens before it; None: all.
       block: slots a program reads at once; n_splits: parts per sequence, None for enough to fill the card.
       interpret: run on any device, slowly, for tests.
@@ -166,12 +188,13 @@ def decode_attention(
         return pl.BlockSpec(shape, at)
 
     scalars = pl.BlockSpec((B,), lambda b, h, s: (0,))
+    angles = spec(None, None, E // 2, at=lambda b, h, s: (b, 0, 0))
     head = spec(None, None, E, at=lambda b, h, s: (b, h, 0))
     slots = spec(None, None, S, E)
     parts, lse, k_cache, v_cache = pl.pallas_call(
         functools.partial(_split_kernel, block=block, n_splits=splits, window=window),
         grid=(B, K, splits),
-        in_specs=[scalars, scalars, spec(None, None, G, E), head, head, slots, slots],
+        in_specs=[scalars, scalars, angles, angles, spec(None, None, G, E), head, head, slots, slots],
         out_specs=[
             spec(None, None, None, G, E, at=lambda b, h, s: (b, h, s, 0, 0)),
             spec(None, None, None, G, at=lambda b, h, s: (b, h, s, 0)),
@@ -184,11 +207,11 @@ def decode_attention(
             jax.ShapeDtypeStruct(k_cache.shape, k_cache.dtype),
             jax.ShapeDtypeStruct(v_cache.shape, v_cache.dtype),
         ],
-        input_output_aliases={5: 2, 6: 3},
+        input_output_aliases={7: 2, 8: 3},
         compiler_params=plgpu.CompilerParams(num_warps=n_warps, num_stages=n_stages),
         interpret=interpret,
         name="decode_attention_split",
-    )(lengths, counts, q.reshape(B, K, G, E), k_new, v_new, k_cache, v_cache)
+    )(lengths, counts, *rotations, q.reshape(B, K, G, E), k_new, v_new, k_cache, v_cache)
     if one:
         return parts.reshape(B, H, E), k_cache, v_cache
     out = pl.pallas_call(

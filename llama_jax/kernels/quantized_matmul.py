@@ -398,18 +398,18 @@ def _vector_kernel(x_ref: Any, *refs: Any, t: PackedType, blocks: Blocks, interp
         plgpu.store(out_ref.at[np.int32(b), pl.ds(first_row, blocks.rows)], result, mask=mask)
 
 
-def vector_blocks(n_x: int, out: int, groups: int) -> Blocks:
+def vector_blocks(t: PackedType, n_x: int, out: int, groups: int) -> Blocks:
     """Blocks of the vector kernel for `n_x` rows of activations and a weight of `out` rows of `groups` groups.
 
     The threads of a program stand side by side along `in`, four groups each, and use the activations of their groups
     for all rows of the program. Registers limit rows times groups a thread times rows of activations; a program of one
     warp needs no barrier, but long rows want several. Two rows a program where four would leave units of the card idle.
     """
-    warps = max(1, min(4, _power_of_two(groups) // 128))
+    warps = 1 if t.group == 16 else max(1, min(4, _power_of_two(groups) // 128))
     if n_x > 1:
         rows, a_thread = (4, 4) if n_x == 2 else (4, 2) if n_x <= 4 else (2, 1)
         return Blocks(rows, min(32 * a_thread, _power_of_two(groups)), warps=1, stages=1, words=1)
-    rows = 4 if out * warps >= 16384 else 2
+    rows = 4 if t.bits < 8 and out * warps >= 16384 else 2
     return Blocks(rows, min(128 * warps, _power_of_two(groups)), warps, stages=1, words=1)
 
 
@@ -417,7 +417,7 @@ def vector_product(x: Array, weight: QuantizedTensor, blocks: Blocks | None = No
     """[B, in] times packed [out, in] for a few rows B, on the CUDA cores: [B, out] float32, all sums in float32."""
     t = weight.type
     out = weight.shape[0]
-    blocks = blocks or vector_blocks(x.shape[0], out, weight.codes.shape[2])
+    blocks = blocks or vector_blocks(t, x.shape[0], out, weight.codes.shape[2])
     return pl.pallas_call(
         functools.partial(_vector_kernel, t=t, blocks=blocks, interpret=interpret),
         out_shape=jax.ShapeDtypeStruct((x.shape[0], out), jnp.float32),
@@ -470,7 +470,7 @@ def tile_product(x: Array, weight: QuantizedTensor, blocks: Blocks | None = None
     t = weight.type
     out = weight.shape[0]
     n_x = max(16, _power_of_two(x.shape[0]))
-    blocks = blocks or Blocks(rows=64, groups=512 // t.group, warps=4, stages=1)  # more would not fit in registers
+    blocks = blocks or Blocks(rows=64, groups=32, warps=4, stages=1, words=1)
     padded = jnp.pad(x, ((0, n_x - x.shape[0]), (0, 0)))
     result = pl.pallas_call(
         functools.partial(_tile_kernel, t=t, blocks=blocks, interpret=interpret),

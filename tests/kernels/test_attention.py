@@ -302,8 +302,12 @@ def test_prompts_in_a_cache_take_the_kernel():
     cache = jax.eval_shape(lambda: init_cache(config, 2, 64, jnp.bfloat16, TRITON))
     q = jax.ShapeDtypeStruct((2, 16, config.n_heads, config.head_dim), jnp.bfloat16)
     new = jax.ShapeDtypeStruct((2, 16, config.n_kv_heads, config.head_dim), jnp.bfloat16)
+    angles = jax.ShapeDtypeStruct((2, 16, config.head_dim // 2), jnp.float32)
     counts = jax.ShapeDtypeStruct((2,), jnp.int32)
-    text = lower_for_h200(lambda cache, *a: append_and_attend(cache, 1, *a, None)[0], cache, q, new, new, counts)
+    text = lower_for_h200(
+        lambda cache, q, k, v, angles, counts: append_and_attend(cache, 1, q, k, v, (angles, angles), counts, None)[0],
+        cache, q, new, new, angles, counts,
+    )  # fmt: skip
     assert "flash_attention_forward" in text
 
 

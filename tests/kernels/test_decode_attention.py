@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from llama_jax import append_and_attend, init_cache
 from llama_jax.kernels.decode_attention import decode_attention, decode_attention_reference, split_count
+from llama_jax.rope import apply_rope
 from tests.kernels.lowering import lower_for_h200
 from tests.tiny import tiny_config
 
@@ -25,15 +26,22 @@ def inputs(seed: int, B: int, H: int, K: int, S: int, E: int, dtype=jnp.float32)
     return random(B, H, E), random(B, K, E), random(B, K, E), random(B, K, S, E), random(B, K, S, E), lengths
 
 
+def rotations_of(lengths: jax.Array, E: int) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines [B, 1, E/2] of some angles that differ by row and pair."""
+    angles = 0.37 * (lengths[:, None] * jnp.arange(1, E // 2 + 1)).astype(jnp.float32)[:, None]
+    return jnp.cos(angles), jnp.sin(angles)
+
+
 def check(arrays, counts, window, tolerance, **options):
     kernel = jax.jit(lambda *a: decode_attention(*a, window, interpret=not ON_GPU, **options))
-    out, k, v = kernel(*arrays, counts)
+    rotations = rotations_of(arrays[-1], arrays[0].shape[-1])
+    out, k, v = kernel(*arrays, counts, rotations)
     exact = [a.astype(jnp.float32) if a.dtype != jnp.int32 else a for a in arrays]
-    expected, expected_k, expected_v = decode_attention_reference(*exact, counts, window)
+    expected, expected_k, expected_v = decode_attention_reference(*exact, counts, rotations, window)
     running = np.asarray(counts > 0)
     error = np.linalg.norm(np.asarray(out, np.float32)[running] - expected[running])
     assert error <= tolerance * np.linalg.norm(expected[running])
-    np.testing.assert_array_equal(np.asarray(k, np.float32), expected_k)
+    np.testing.assert_allclose(np.asarray(k, np.float32), expected_k, rtol=tolerance, atol=tolerance)
     np.testing.assert_array_equal(np.asarray(v, np.float32), expected_v)
 
 
@@ -55,10 +63,15 @@ def test_equals_the_reference(seed, B, heads, S, E, window, n_splits):
 def test_a_row_that_is_done_or_full_writes_nothing():
     q, k_new, v_new, k, v, _ = inputs(0, 3, 4, 2, 32, 16)
     lengths, counts = jnp.asarray([5, 32, 7], jnp.int32), jnp.asarray([0, 1, 1], jnp.int32)
-    out, new_k, new_v = decode_attention(q, k_new, v_new, k, v, lengths, counts, block=16, interpret=not ON_GPU)
+    rotations = rotations_of(lengths, 16)
+    out, new_k, new_v = decode_attention(
+        q, k_new, v_new, k, v, lengths, counts, rotations, block=16, interpret=not ON_GPU
+    )
     np.testing.assert_array_equal(new_k[:2], k[:2])
     np.testing.assert_array_equal(new_v[:2], v[:2])
-    np.testing.assert_array_equal(new_k[2, :, 7], k_new[2])
+    turned = apply_rope(k_new[:, None], rotations)[:, 0]
+    np.testing.assert_allclose(new_k[2, :, 7], turned[2], atol=1e-6)
+    np.testing.assert_array_equal(new_v[2, :, 7], v_new[2])
     assert np.isfinite(out).all()
 
 
@@ -66,9 +79,9 @@ def test_slots_behind_the_filled_ones_are_never_read():
     q, k_new, v_new, k, v, lengths = inputs(1, 2, 4, 2, 48, 16)
     filled = jnp.arange(48)[None, None, :, None] < lengths[:, None, None, None]
     poisoned = [jnp.where(filled, a, jnp.nan) for a in (k, v)]
-    counts = jnp.ones(2, jnp.int32)
-    out, *_ = decode_attention(q, k_new, v_new, *poisoned, lengths, counts, block=16, interpret=not ON_GPU)
-    expected, *_ = decode_attention_reference(q, k_new, v_new, k, v, lengths, counts)
+    counts, rotations = jnp.ones(2, jnp.int32), rotations_of(lengths, 16)
+    out, *_ = decode_attention(q, k_new, v_new, *poisoned, lengths, counts, rotations, block=16, interpret=not ON_GPU)
+    expected, *_ = decode_attention_reference(q, k_new, v_new, k, v, lengths, counts, rotations)
     np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
@@ -77,8 +90,9 @@ def test_the_reference_is_append_and_attend_of_one_token():
     q, k_new, v_new, k, v, lengths = inputs(2, 3, 4, 2, 20, 12)
     cache = init_cache(config, 3, 20, jnp.float32).replace(k=(k, k), v=(v, v), lengths=lengths)
     counts = jnp.asarray([1, 0, 1], jnp.int32)
-    out, cache = append_and_attend(cache, 1, q[:, None], k_new[:, None], v_new[:, None], counts, 6)
-    expected, new_k, new_v = decode_attention_reference(q, k_new, v_new, k, v, lengths, counts, 6)
+    rotations = rotations_of(lengths, 12)
+    out, cache = append_and_attend(cache, 1, q[:, None], k_new[:, None], v_new[:, None], rotations, counts, 6)
+    expected, new_k, new_v = decode_attention_reference(q, k_new, v_new, k, v, lengths, counts, rotations, 6)
     np.testing.assert_allclose(out[::2, 0], expected[::2], atol=1e-6)  # row 1 takes no token
     np.testing.assert_array_equal(cache.k[1], new_k)
     np.testing.assert_array_equal(cache.v[1], new_v)
@@ -111,6 +125,7 @@ def test_lowers_for_an_h200(dtype, E, window):
     heads = [jax.ShapeDtypeStruct(shape, dtype) for shape in ((2, 9, E), (2, 3, E), (2, 3, E))]
     caches = [jax.ShapeDtypeStruct((2, 3, 500, E), dtype)] * 2
     rows = [jax.ShapeDtypeStruct((2,), jnp.int32)] * 2
-    text = lower_for_h200(lambda *a: decode_attention(*a, window), *heads, *caches, *rows)
+    angles = (jax.ShapeDtypeStruct((2, 1, E // 2), jnp.float32),) * 2
+    text = lower_for_h200(lambda *a: decode_attention(*a[:-2], a[-2:], window), *heads, *caches, *rows, *angles)
     assert "decode_attention_split" in text
     assert "decode_attention_join" in text
