@@ -7,9 +7,10 @@ import logging
 import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import numpy as np
@@ -129,6 +130,14 @@ def _with_progress(place: Place, total: int, progress: Callable[[int, int], None
     return place_and_tell
 
 
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """Why a text has ended: an end-of-generation token, a stop string (which is `stop`), its length, a full context."""
+
+    kind: Literal["eos", "stop", "limit", "context"]
+    stop: str | None = None
+
+
 class Llama:
     """A model on its devices, with its tokenizer: `generate`, `stream` and `chat`.
 
@@ -160,6 +169,7 @@ class Llama:
         self.n_batch = n_batch
         self.mesh = mesh
         self.timings = Timings()  # of the latest generation
+        self.ending: Ending | None = None  # of the latest generation; None while it runs and after an interrupt
         self._idle_sessions: deque[Session] = deque(maxlen=1)
 
     def new_session(self, batch: int = 1) -> Session:
@@ -255,6 +265,11 @@ class Llama:
         with self._session() as session:
             return prompt_cache.read(session)
 
+    def without_older_half(self, ids: list[int], keep: int) -> list[int]:
+        """What a context shift would leave of `ids`; `keep` as in `stream`."""
+        start = min(self._kept(ids, keep), len(ids) - 2)
+        return ids[:start] + ids[start + (len(ids) - start) // 2 :]
+
     def _kept(self, ids: list[int], keep: int) -> int:
         keep = checks.integer("keep", keep, -1, allowed="0 or above, or -1 for the whole prompt")
         return len(ids) if keep == -1 else min(keep + (ids[:1] == [self.tokenizer.bos_id]), len(ids))
@@ -294,7 +309,9 @@ class Llama:
     ) -> Generator[str]:
         """Args: ids: None resumes what `prompt_cache` holds."""
         eog = self.tokenizer.eog_ids
+        ending = Ending("limit")
         with self._session() as session:
+            self.ending = None
             if prompt_cache is not None:
                 prompt_cache.restore(session)
             chunks = session.resume(sampling, **limits) if ids is None else session.generate([ids], sampling, **limits)
@@ -304,7 +321,10 @@ class Llama:
                 piece = ""
                 for n, token in enumerate(new, 1):
                     piece += "" if token in eog else text.push(token)
+                    if token in eog:
+                        ending = Ending("eos")
                     if text.stopped is not None:
+                        ending = Ending("stop", text.stopped)
                         session.end_text([len(new) - n])
                         break
                 if piece:
@@ -315,6 +335,7 @@ class Llama:
                 if session.tokens == [ids]:
                     prompt_cache.prompt_is_done(session)
                 prompt_cache.text_is_done(session)
+            self.ending = Ending("context") if session.timings.context_full else ending
             if tail := text.finish():
                 yield tail
 
@@ -330,13 +351,15 @@ class Llama:
         stop: str | Sequence[str] = (),
         context_shift: bool = False,
         keep: int = 0,
+        template: str | None = None,
         **sampling: Any,
     ) -> Generator[str]:
         """Yields the assistant's answer to `messages`, each {"role": ..., "content": ...}, through the chat template.
 
-        Arguments as in `stream`.
+        Args:
+          template: Jinja source; None is the model's own. The other arguments as in `stream`.
         """
-        ids = encode_chat(self.tokenizer, messages)
+        ids = encode_chat(self.tokenizer, messages, template=template)
         kept = self._kept(ids, keep) if context_shift else None
         return self._checked_stream(ids, max_tokens, stop, sampling, continuation=False, keep=kept)
 

@@ -5,6 +5,7 @@ import re
 import runpy
 import shlex
 import subprocess
+import sys
 import tomllib
 
 import jax
@@ -15,6 +16,7 @@ from llama_jax.cli import options
 from llama_jax.cli.main import COMMANDS, main
 from llama_jax.quantization import BLOCK_TYPES
 from tests.conftest import REPOSITORY
+from tests.terminal import Screen
 
 README = (REPOSITORY / "README.md").read_text()
 SCRIPT = runpy.run_path(str(REPOSITORY / "scripts" / "readme_table.py"))
@@ -54,7 +56,27 @@ def transcripts() -> list[tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize(("command", "output"), transcripts())
+@pytest.mark.parametrize(("command", "screen"), [t for t in transcripts() if " chat " in t[0]])
+def test_conversations(command, screen, tmp_path):
+    """In a terminal: what stands behind a prompt is typed, and the screen shows the transcript."""
+    if sys.platform != "linux":
+        pytest.skip("pseudo-terminals as Linux has them")
+    arguments = shlex.split(command)[1:]
+    prompts = ["... ", "> "]
+    if "--in-prefix" in arguments:
+        prompts = [options.unescape(arguments[arguments.index("--in-prefix") + 1])]
+    typed = re.findall(rf"(?:^|(?<=\n))({'|'.join(map(re.escape, prompts))})(.*)\n", screen)
+    assert typed[-1][1] == "/exit"
+    with Screen([sys.executable, "-m", "llama_jax", *arguments], tmp_path) as terminal:
+        for prompt, line in typed:
+            above, newline, last = prompt.rpartition("\n")
+            terminal.wait_for(f"{above}{newline}\r{last}")  # the line editor is ready
+            terminal.type(line + "\n")
+        assert terminal.exit_code() == 0
+        assert terminal.text == screen
+
+
+@pytest.mark.parametrize(("command", "output"), [t for t in transcripts() if " chat " not in t[0]])
 def test_transcripts(command, output, capsys, monkeypatch):
     monkeypatch.setattr(options, "cache_compiled_programs", lambda: None)
     name, *arguments = shlex.split(command)

@@ -1,5 +1,6 @@
-"""Talks with a model. /exit ends, /clear forgets, /regen answers again, /read FILE sends a file; a line that ends in a
-backslash goes on. Ctrl-C stops an answer."""
+r"""Talks with a model. /exit ends, /clear forgets, /regen answers again, /read FILE sends a file; a line that ends in a
+backslash goes on. Ctrl-C stops an answer. With --in-prefix or --in-suffix the conversation is one text without a
+template, which -p begins."""
 
 from __future__ import annotations
 
@@ -8,9 +9,11 @@ import contextlib
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from llama_jax.cli import options
+from llama_jax.cli.conversation import Conversation, Messages, Text
+from llama_jax.cli.terminal import Terminal, interruptible
 from llama_jax.errors import ArgumentError, LlamaJaxError
 
 if TYPE_CHECKING:
@@ -21,96 +24,165 @@ _COMMANDS = ("/exit", "/clear", "/regen", "/read FILE")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_model_options(parser)
-    parser.add_argument("-sys", "--system-prompt", metavar="TEXT", help="the system message")
-    parser.add_argument("-n", "--n-predict", type=int, default=-1, metavar="N", help="most tokens of an answer")
-    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends an answer; may be repeated")
+    system = parser.add_mutually_exclusive_group()
+    system.add_argument("-sys", "--system-prompt", metavar="TEXT", help="the system message")
+    system.add_argument("-sysf", "--system-prompt-file", type=Path, metavar="FILE", help="a file with it")
+    options.add_prompt_options(parser, "the first message, or what the text begins with")
+    parser.add_argument("-st", "--single-turn", action="store_true", help="end after one answer")
+    options.add_length_options(parser, "an answer")
+    template = parser.add_mutually_exclusive_group()
+    template.add_argument("--chat-template", metavar="NAME", help="a built-in template, or Jinja; default: the model's")
+    template.add_argument("--chat-template-file", type=Path, metavar="FILE", help="a file with a Jinja template")
+    parser.add_argument(
+        "-r",
+        "--reverse-prompt",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="gives the turn back to the user; may be repeated",
+    )
+    parser.add_argument("--in-prefix", metavar="TEXT", help="stands before the user's words, instead of a template")
+    parser.add_argument("--in-suffix", metavar="TEXT", help="stands after the user's words, instead of a template")
+    parser.add_argument(
+        "-mli",
+        "--multiline-input",
+        action="store_true",
+        help="a message has many lines; a backslash at the end of a line sends it",
+    )
+    parser.add_argument(
+        "-co",
+        "--color",
+        nargs="?",
+        const="on",
+        default="auto",
+        choices=["on", "off", "auto"],
+        help="the user's words in green; default auto, on a terminal",
+    )
     options.add_sampling_options(parser)
 
 
-def read_message() -> str | None:
-    """The user's next message, without its last newline; None at the end of input or after two Ctrl-C in a row.
-
-    One Ctrl-C drops what has been typed.
-    """
-    on_terminal = sys.stdin.isatty()
-    lines: list[str] = []
-    interrupted = False
-    while True:
-        try:
-            line = input(("... " if lines else "> ") if on_terminal else "")
-        except EOFError:
-            if on_terminal:
-                print()
-            return "\n".join(lines) if lines else None
-        except KeyboardInterrupt:
-            print()
-            if interrupted:
-                return None
-            interrupted, lines = True, []
-            continue
-        interrupted = False
-        if not line.endswith("\\"):
-            return "\n".join([*lines, line])
-        lines.append(line.removesuffix("\\"))
-
-
-def answer(model: Llama, messages: list[Mapping[str, str]], stream_options: Mapping[str, Any]) -> str:
-    """Prints the answer as it comes; Ctrl-C ends it early."""
+def answer(conversation: Conversation, stream_options: Mapping[str, Any]) -> None:
+    """Prints the answer as it comes; Ctrl-C ends it early, a second one without delay."""
     pieces: list[str] = []
-    stream = model.stream_chat(messages, **stream_options)
-    with contextlib.suppress(KeyboardInterrupt), contextlib.closing(stream):
+    stream = conversation.answer(stream_options)
+    with contextlib.suppress(KeyboardInterrupt), contextlib.closing(stream), interruptible() as stopped:
         for piece in stream:
             pieces.append(piece)
             print(piece, end="", flush=True)
-    print(flush=True)
-    return "".join(pieces)
+            if stopped.is_set():
+                break
+    print(conversation.end("".join(pieces)), end="", flush=True)
+
+
+def _template(arguments: argparse.Namespace) -> str | None:
+    from llama_jax.text.chat_templates import find_template
+
+    if arguments.chat_template_file is not None:
+        return options.read_text_file(arguments.chat_template_file)
+    return None if arguments.chat_template is None else find_template(arguments.chat_template)
+
+
+def _texts(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The options that are texts, with their escapes read."""
+
+    def text(value: str | None) -> str | None:
+        return options.unescape(value) if value is not None and arguments.escape else value
+
+    system = text(arguments.system_prompt)
+    if arguments.system_prompt_file is not None:
+        system = options.read_text_file(arguments.system_prompt_file).removesuffix("\n")
+    prompt = text(arguments.prompt)
+    if arguments.file is not None:
+        prompt = options.read_text_file(arguments.file).removesuffix("\n")
+    return dict(
+        system=system,
+        prompt=prompt,
+        prefix=text(arguments.in_prefix),
+        suffix=text(arguments.in_suffix),
+        reverse_prompts=[options.unescape(r) if arguments.escape else r for r in arguments.reverse_prompt],
+        template=_template(arguments),
+    )
 
 
 def run(arguments: argparse.Namespace) -> None:
     options.check_sampling(arguments)
+    texts = _texts(arguments)
     model, load_seconds = options.load_model(arguments)
-    with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  (line editing and history in input())
     sampling = options.sampling_options(arguments, model.n_ctx)
-    options.compile_ahead(model, arguments.system_prompt or "", sampling)
-    stream_options = sampling | dict(
-        max_tokens=None if arguments.n_predict < 0 else arguments.n_predict,
-        stop=[options.unescape(text) for text in arguments.stop],
+    options.compile_ahead(model, texts["system"] or texts["prompt"] or "", sampling)
+    stream_options = sampling | options.length_options(arguments)
+    terminal = Terminal(
+        color=arguments.color,
+        multiline=arguments.multiline_input,
+        commands=[command.split()[0] for command in _COMMANDS],
     )
-    system = []
-    if arguments.system_prompt:
-        system.append({"role": "system", "content": options.unescape(arguments.system_prompt)})
-    messages: list[Mapping[str, str]] = [*system]
-    while (text := read_message()) is not None:
-        command, _, rest = text.strip().partition(" ")
-        if not command:
-            continue
-        if command == "/exit":
-            break
+    conversation, first = _conversation(model, texts, stream_options)
+    if first is None:
+        terminal.show(texts["prompt"] or "")
+    else:
+        terminal.show(f"{conversation.prompt}{first}\n")
+    while (text := first if first is not None else terminal.read(conversation.prompt)) is not None:
+        first = None
         try:
-            if command == "/clear":
-                messages = [*system]
-                continue
-            if command == "/regen":
-                if not messages or messages[-1]["role"] != "assistant":
-                    raise ArgumentError("There is no answer yet to give again.")
-                del messages[-1]
-                if arguments.seed != -1:
-                    arguments.seed += 1  # the same seed would give the same answer
-                    stream_options["seed"] = arguments.seed
-            elif command == "/read":
-                if not rest.strip():
-                    raise ArgumentError("/read needs a file: /read FILE.")
-                messages.append({"role": "user", "content": options.read_text_file(Path(rest.strip()))})
-            elif not command.startswith("/") or "/" in command[1:]:
-                messages.append({"role": "user", "content": text})
-            else:
-                raise ArgumentError(f"{command} is not a command; there are {', '.join(_COMMANDS)}.")
-            messages.append({"role": "assistant", "content": answer(model, messages, stream_options)})
+            wanted = _obey(text, conversation, terminal, stream_options)
+            if wanted == "end":
+                break
+            if wanted == "answer":
+                answer(conversation, stream_options)
+                options.note_full_context(model)
+                if arguments.single_turn:
+                    break
         except LlamaJaxError as error:
             hint = " /clear forgets what was said." if "the context holds" in str(error) else ""
             print(f"llama-jax: {error}{hint}", file=sys.stderr)
-            while messages and messages[-1]["role"] == "user":
-                del messages[-1]
+            conversation.undo()
+            if arguments.single_turn:
+                break
     if model.timings.prompt_tokens:
         print(options.speed_line(model, load_seconds), file=sys.stderr)
+
+
+def _conversation(
+    model: Llama, texts: Mapping[str, Any], stream_options: dict[str, Any]
+) -> tuple[Conversation, str | None]:
+    """The conversation that the options ask for, and the user's first words if they give them."""
+    forget = stream_options["context_shift"]
+    if texts["prefix"] is None and texts["suffix"] is None:
+        stream_options["stop"] = [*stream_options["stop"], *texts["reverse_prompts"]]
+        return Messages(model, system=texts["system"], template=texts["template"], forget=forget), texts["prompt"]
+    if texts["system"] or texts["template"]:
+        raise ArgumentError("--in-prefix and --in-suffix stand for a template: give no system prompt or template.")
+    return Text(
+        model,
+        beginning=texts["prompt"] or "",
+        prefix=texts["prefix"] or "",
+        suffix=texts["suffix"] or "",
+        reverse_prompts=texts["reverse_prompts"],
+        forget=forget,
+    ), None
+
+
+def _obey(
+    text: str, conversation: Conversation, terminal: Terminal, stream_options: dict[str, Any]
+) -> Literal["end", "answer", "next line"]:
+    """Does what the user's line asks for, up to the answer, and tells what comes then."""
+    command, _, rest = text.strip().partition(" ")
+    if command == "/exit":
+        return "end"
+    if command == "/clear":
+        conversation.clear()
+    if command in ("/clear", ""):
+        return "next line"
+    if command == "/regen":
+        conversation.retract()
+        if stream_options["seed"] != -1:
+            stream_options["seed"] += 1  # the same seed would give the same answer
+    elif command == "/read":
+        if not rest.strip():
+            raise ArgumentError("/read needs a file: /read FILE.")
+        terminal.show(conversation.say(options.read_text_file(Path(rest.strip()))))
+    elif command.startswith("/") and "/" not in command[1:]:
+        raise ArgumentError(f"{command} is not a command; there are {', '.join(_COMMANDS)}.")
+    else:
+        terminal.show(conversation.say(text))
+    return "answer"

@@ -75,10 +75,10 @@ def lora_options(arguments: argparse.Namespace) -> dict[str, Any]:
     return dict(lora=sources, lora_base=arguments.lora_base, merge_lora=arguments.lora_merge)
 
 
-def add_prompt_options(parser: argparse.ArgumentParser) -> None:
+def add_prompt_options(parser: argparse.ArgumentParser, what: str = "the text; default: standard input") -> None:
     """What `read_prompt` reads."""
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("-p", "--prompt", metavar="TEXT", help="the text; default: standard input")
+    source.add_argument("-p", "--prompt", metavar="TEXT", help=what)
     source.add_argument("-f", "--file", type=Path, metavar="FILE", help="a file with the text")
     parser.add_argument(
         "-e",
