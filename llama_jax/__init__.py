@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from llama_jax.config import PRESETS, LlamaConfig, RopeScaling
     from llama_jax.embeddings import embed_texts, pooled_states
     from llama_jax.errors import ArgumentError, FormatError, LlamaJaxError
+    from llama_jax.export import export_model
     from llama_jax.formats.load import load_params, open_model
     from llama_jax.formats.lora import load_lora
     from llama_jax.formats.save import save_gguf, save_hf
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from llama_jax.llama import Llama, load
     from llama_jax.lora import LoraFactors, init_lora, merge_lora, with_lora
     from llama_jax.losses import loss, summed_loss, token_losses
+    from llama_jax.memory_test import memory_test
     from llama_jax.model import Layer, Params, by_path, forward, hidden_states, init_params, parameter_specs, unembed
     from llama_jax.placement import param_shardings, place_cache, place_params, tensor_mesh
     from llama_jax.prompt_cache import PromptCache
@@ -36,6 +38,7 @@ _PUBLIC = {
     "config": ("PRESETS", "LlamaConfig", "RopeScaling"),
     "embeddings": ("embed_texts", "pooled_states"),
     "errors": ("ArgumentError", "FormatError", "LlamaJaxError"),
+    "export": ("export_model",),
     "formats.load": ("load_params", "open_model"),
     "formats.lora": ("load_lora",),
     "formats.save": ("save_gguf", "save_hf"),
@@ -44,6 +47,7 @@ _PUBLIC = {
     "llama": ("Llama", "load"),
     "lora": ("LoraFactors", "init_lora", "merge_lora", "with_lora"),
     "losses": ("loss", "summed_loss", "token_losses"),
+    "memory_test": ("memory_test",),
     "model": ("Layer", "Params", "by_path", "forward", "hidden_states", "init_params", "parameter_specs", "unembed"),
     "placement": ("param_shardings", "place_cache", "place_params", "tensor_mesh"),
     "prompt_cache": ("PromptCache",),

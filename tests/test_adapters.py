@@ -13,16 +13,9 @@ from llama_jax.cli.main import main
 from llama_jax.linear import LoraWeight
 from llama_jax.lora import init_lora, merge_lora, with_lora
 from llama_jax.quantization import QuantizedTensor
-from tests.tiny import tiny_config, tiny_params
+from tests.tiny import tiny_config, tiny_gguf
 
-# A vocabulary small enough that every product is quick, in the shape that a GGUF file needs.
-CONFIG = tiny_config(vocab_size=64, d_model=32, d_ff=32, n_layers=1, head_dim=16)
-VOCABULARY = {
-    "tokenizer.ggml.model": "llama",
-    "tokenizer.ggml.tokens": ["<unk>", "<s>", "</s>", *(chr(ord("A") + i) for i in range(61))],
-    "tokenizer.ggml.scores": [0.0] * 64,
-    "tokenizer.ggml.token_type": [2, 3, 3, *[1] * 61],
-}
+CONFIG = tiny_config(vocab_size=64, d_ff=32, n_layers=1, head_dim=16)
 PROMPT = [1, 5, 9]
 
 
@@ -30,9 +23,8 @@ PROMPT = [1, 5, 9]
 def folder(tmp_path_factory):
     """exact.gguf, model.gguf (Q8_0), adapter.gguf and a PEFT folder with the same adapter, other.gguf."""
     folder = tmp_path_factory.mktemp("adapters")
-    params = tiny_params(CONFIG)
     for name, types in (("exact", "F32"), ("model", "Q8_0")):
-        llama_jax.save_gguf(folder / f"{name}.gguf", params, CONFIG, metadata=VOCABULARY, types=types)
+        assert tiny_gguf(folder / f"{name}.gguf", types) == CONFIG
     for name, seed in (("adapter", 1), ("other", 2)):
         adapter = make_adapter(seed)
         llama_jax.save_lora_gguf(folder / f"{name}.gguf", adapter, CONFIG)
@@ -144,9 +136,8 @@ def test_wrong_options_are_one_sentence(folder, command, arguments, sentence):
 def test_wrong_sources_are_refused(folder, tmp_path):
     with pytest.raises(llama_jax.ArgumentError, match="it must be a list of paths or"):
         llama_jax.load(folder / "model.gguf", lora=str(folder / "adapter.gguf"))
-    small = tiny_config(vocab_size=64, d_model=32, d_ff=64, n_layers=1, head_dim=16)
-    llama_jax.save_gguf(tmp_path / "small.gguf", tiny_params(small), small, metadata=VOCABULARY)
+    tiny_gguf(tmp_path / "other.gguf", d_ff=64)
     with pytest.raises(llama_jax.FormatError, match=r"layers\.0\.w_down have shapes \(2, 32\) and \(32, 2\)"):
-        llama_jax.load(tmp_path / "small.gguf", lora=[folder / "adapter.gguf"])
+        llama_jax.load(tmp_path / "other.gguf", lora=[folder / "adapter.gguf"])
     with pytest.raises(llama_jax.ArgumentError, match=r"has a layers\.0\.w_down of shape \(32, 64\); the model's has"):
-        llama_jax.load(folder / "model.gguf", lora=[folder / "adapter.gguf"], lora_base=tmp_path / "small.gguf")
+        llama_jax.load(folder / "model.gguf", lora=[folder / "adapter.gguf"], lora_base=tmp_path / "other.gguf")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import jax
 
 from llama_jax.config import LlamaConfig
+from llama_jax.formats.save import save_gguf
 from llama_jax.model import Params, init_params
 
 
@@ -21,3 +23,16 @@ def tiny_config(**changes: Any) -> LlamaConfig:
 def tiny_params(config: LlamaConfig, seed: int = 0) -> Params:
     """Weights large enough that tokens and positions matter."""
     return init_params(jax.random.key(seed), config, scale=0.3)
+
+
+def tiny_gguf(path: Path, types: str = "F32", **changes: Any) -> LlamaConfig:
+    """Writes a model of one layer whose vocabulary is the letters from A on; returns its constants."""
+    config = tiny_config(**(dict(vocab_size=64, d_ff=32, n_layers=1, head_dim=16) | changes))
+    vocabulary = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": ["<unk>", "<s>", "</s>", *(chr(ord("A") + i) for i in range(61))],
+        "tokenizer.ggml.scores": [0.0] * 64,
+        "tokenizer.ggml.token_type": [2, 3, 3, *[1] * 61],
+    }
+    save_gguf(path, tiny_params(config), config, metadata=vocabulary, types=types)
+    return config

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import Any, TypeGuard
@@ -29,6 +30,7 @@ _ITEM_BYTES = _OTHER_ITEM_BYTES | {t.name: t.block_bytes for t in BLOCK_TYPES.va
 NUMPY_TYPES = {name: t.dtype for name, t in BLOCK_TYPES.items() if t.dtype is not None}
 NUMPY_TYPES |= {"BOOL": np.dtype(bool), "U8": np.dtype("u1"), "U16": np.dtype("<u2"), "U32": np.dtype("<u4")}
 """numpy's types by their names in a header."""
+_KINDS = {dtype: name for name, dtype in NUMPY_TYPES.items()}
 
 
 class SafetensorsFolder:
@@ -153,6 +155,31 @@ def read_metadata(mapped: MappedFile) -> dict[str, str]:
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
         raise FormatError(f"{mapped.path}: the header's __metadata__ must be an object of strings.")
     return metadata
+
+
+def write_safetensors(path: Path, arrays: Mapping[str, Any]) -> None:
+    """Writes arrays, of which one at a time is in host memory.
+
+    Raises:
+      ArgumentError: a dtype is one that the format does not know.
+    """
+    header: dict[str, Any] = {}
+    at = 0
+    for name, array in arrays.items():
+        kind = _KINDS.get(np.dtype(array.dtype))
+        if kind is None:
+            raise ArgumentError(
+                f"{plain(name)} has dtype {array.dtype}; it must be one of {', '.join(map(str, _KINDS))}."
+            )
+        header[name] = {"dtype": kind, "shape": array.shape, "data_offsets": [at, at + array.nbytes]}
+        at += array.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-(8 + len(text)) % 64)  # the data begin on a 64-byte border
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for array in arrays.values():
+            values = np.ascontiguousarray(array)
+            file.write(values.reshape(-1).view(np.uint8).data)
 
 
 def _entry(name: str, entry: Any, start: int, path: Path) -> TensorInfo:
