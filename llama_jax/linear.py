@@ -98,6 +98,7 @@ def linears(x: Array, *weights: Any) -> list[Array]:
 def linear(x: Array, weight: Array | QuantizedTensor | LoraWeight, dtype: DTypeLike | None = None) -> Array:
     """`x` [..., in] times the transpose of `weight` [out, in]: [..., out], summed in float32.
 
+    The product is rounded once, to `dtype`; so are its gradients', which keeps them on the matrix units.
     float32 inputs are multiplied in full float32, never in the TF32 that a GPU would take by default.
 
     Args:

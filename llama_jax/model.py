@@ -8,21 +8,29 @@ Axis letters, used in einsum strings, shapes and comments everywhere in this pac
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from llama_jax.cache import KVCache, advance, append_and_attend
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ArgumentError
-from llama_jax.kernels.attention import attention
+from llama_jax.kernels.attention import SelfAttention, self_attention
 from llama_jax.linear import embed, join, linear, linears
 from llama_jax.rope import apply_rope, rope_rotations
+
+Remat = Literal["none", "products", "block"]
+"""What a gradient computes again instead of keeping it: nothing; all but the products' and attention's results; all but
+the input of each block."""
+
+_PRODUCTS = ("q", "k", "v", "attended", "middle", "gate", "up")
 
 
 @struct.dataclass
@@ -144,6 +152,8 @@ def _attention_block(
     cache: KVCache | None,
     index: int,
     counts: Array,
+    segments: Array | None,
+    kernels: SelfAttention,
 ) -> tuple[Array, KVCache | None]:
     B, T, _ = x.shape
     q, k, v = (
@@ -151,8 +161,8 @@ def _attention_block(
     )  # [B, T, H, E] and twice [B, T, K, E]
     if cache is None:
         q, k = apply_rope(q, rotations), apply_rope(k, rotations)
-        start = jnp.zeros(B, jnp.int32)
-        out = attention(q, k.swapaxes(1, 2), v.swapaxes(1, 2), start, config.sliding_window)
+        q, k, v = (checkpoint_name(array, name) for array, name in ((q, "q"), (k, "k"), (v, "v")))
+        out = checkpoint_name(self_attention(q, k, v, config.sliding_window, segments, kernels), "attended")
     else:
         out, cache = append_and_attend(cache, index, q, k, v, rotations, counts, config.sliding_window)
     return linear(out.reshape(B, T, -1), layer.wo), cache
@@ -160,7 +170,35 @@ def _attention_block(
 
 def _feed_forward(layer: Layer, x: Array) -> Array:
     gate, up = linears(x, layer.w_gate, layer.w_up)
+    gate, up = checkpoint_name(gate, "gate"), checkpoint_name(up, "up")
     return linear(jax.nn.silu(gate) * up, layer.w_down)
+
+
+def _block(
+    layer: Layer,
+    x: Array,
+    rotations: tuple[Array, Array],
+    cache: KVCache | None,
+    counts: Array,
+    segments: Array | None,
+    *,
+    config: LlamaConfig,
+    index: int,
+    kernels: SelfAttention,
+) -> tuple[Array, KVCache | None]:
+    with jax.named_scope("attention"):
+        normed = rms_norm(x, layer.attention_norm, config.norm_epsilon)
+        update, cache = _attention_block(layer, normed, rotations, config, cache, index, counts, segments, kernels)
+        x = checkpoint_name(x + update, "middle")
+    with jax.named_scope("feed_forward"):
+        return x + _feed_forward(layer, rms_norm(x, layer.ffn_norm, config.norm_epsilon)), cache
+
+
+def _positions_in_segments(segments: Array) -> Array:
+    """[B, T] int32: how far each token is behind the first of its run of equal `segments` [B, T]."""
+    index = jnp.broadcast_to(jnp.arange(segments.shape[1], dtype=jnp.int32), segments.shape)
+    begins = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    return index - jax.lax.cummax(jnp.where(begins, index, 0), axis=1)
 
 
 def hidden_states(
@@ -169,6 +207,11 @@ def hidden_states(
     config: LlamaConfig,
     cache: KVCache | None = None,
     counts: Array | None = None,
+    *,
+    segments: Array | None = None,
+    dtype: DTypeLike | None = None,
+    kernels: SelfAttention = "xla",
+    remat: Remat = "none",
 ) -> tuple[Array, KVCache | None]:
     """The residual stream after the last norm.
 
@@ -177,6 +220,11 @@ def hidden_states(
       cache: keys and values of earlier tokens; None starts at position 0 and keeps nothing.
       counts: [B] int32, real tokens in each row of `tokens`; the rest is padding at the end, which takes no position,
         is never attended to and leaves no trace in the cache. None means all T.
+      segments: [B, T] int32, runs of equal numbers are sequences packed into a row, each with positions from 0, that do
+        not see each other; without a cache only.
+      dtype: of the activations; None is the embedding's.
+      kernels: what computes attention without a cache, see `self_attention`.
+      remat: what a gradient computes again, see `Remat`.
 
     Returns:
       x: [B, T, D], meaningless at padding.
@@ -184,21 +232,29 @@ def hidden_states(
     """
     if tokens.ndim != 2 or tokens.shape[1] == 0:
         raise ArgumentError(f"tokens has shape {tokens.shape}; it must be [B, T] with at least one token a row.")
+    if remat not in get_args(Remat):
+        raise ArgumentError(f"remat is {remat!r}; it must be one of {', '.join(get_args(Remat))}.")
+    if cache is not None and segments is not None:
+        raise ArgumentError("Segments were given beside a cache; packed rows are for training, without one.")
     B, T = tokens.shape
     if cache is not None and counts is None and cache.capacity < T:
         raise ArgumentError(f"{T} tokens a row were given for a cache that holds {cache.capacity}.")
     counts = jnp.full(B, T, jnp.int32) if counts is None else counts
-    start = jnp.zeros(B, jnp.int32) if cache is None else cache.lengths
-    rotations = rope_rotations(start[:, None] + jnp.arange(T, dtype=jnp.int32), config)
+    if segments is None:
+        start = jnp.zeros(B, jnp.int32) if cache is None else cache.lengths
+        positions = start[:, None] + jnp.arange(T, dtype=jnp.int32)
+    else:
+        positions = _positions_in_segments(segments)
+    rotations = rope_rotations(positions, config)
     x = embed(tokens, params.embedding)
+    x = x if dtype is None else x.astype(dtype)
     for index, layer in enumerate(params.layers):
+        block = functools.partial(_block, config=config, index=index, kernels=kernels)
+        if remat != "none":
+            policy = jax.checkpoint_policies.save_only_these_names(*_PRODUCTS) if remat == "products" else None
+            block = jax.checkpoint(block, policy=policy)
         with jax.named_scope(f"layer_{index}"):
-            with jax.named_scope("attention"):
-                normed = rms_norm(x, layer.attention_norm, config.norm_epsilon)
-                update, cache = _attention_block(layer, normed, rotations, config, cache, index, counts)
-                x = x + update
-            with jax.named_scope("feed_forward"):
-                x = x + _feed_forward(layer, rms_norm(x, layer.ffn_norm, config.norm_epsilon))
+            x, cache = block(layer, x, rotations, cache, counts, segments)
     x = rms_norm(x, params.output_norm, config.norm_epsilon)
     return x, None if cache is None else advance(cache, counts)
 

@@ -26,6 +26,7 @@ TITLES = {
     "decode": "decoding, {shape} shape, {weights} weights, {batch} x {context} tokens",
     "prefill": "prompt, {shape} shape, {weights} weights, {tokens} tokens in chunks of {chunk}",
     "demo_model": "training the shipped model",
+    "training": "training, {shape} shape, {batch} x {tokens} tokens, {variant}",
 }
 
 # Benchmark -> the fields to show and what to call them, in order. Other benchmarks show every field.
@@ -52,6 +53,14 @@ FIELDS = {
         "tflop_per_second": "arithmetic",
         "share_of_limit": "share of the arithmetic's limit",
         "peak_bytes": "peak memory",
+    },
+    "training": {
+        "tokens_per_second": "",
+        "milliseconds": "step",
+        "tflop_per_second": "arithmetic",
+        "share_of_limit": "share of the arithmetic's limit",
+        "peak_bytes": "peak memory",
+        "compile_seconds": "compiling",
     },
     "demo_model": {
         "held_out_nats_per_character": "held-out play",

@@ -1,0 +1,1 @@
+"""Training of LLaMA models: from scratch, continued, and with adapters."""

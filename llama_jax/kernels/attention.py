@@ -7,7 +7,7 @@ further. A query that sees no key gets zeros.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,9 @@ from jax import Array, lax
 from llama_jax.errors import ArgumentError
 from llama_jax.kernels.backend import Backend
 from llama_jax.kernels.flash_attention import flash_attention
+
+SelfAttention = Literal["xla", "triton", "cudnn"]
+"""What can compute `self_attention`."""
 
 _HIDDEN = -1e30  # finite, so that a query that sees no key gets numbers, not NaN
 _MOST_SCORES = 2**27  # that plain operations hold at once: half a GiB in float32
@@ -105,6 +108,40 @@ def attention(
     if kernels == "triton":
         return flash_attention(q, k, v, q_start, window=window, q_segments=q_segments, **options)
     return _in_chunks(q, k.astype(q.dtype), v.astype(q.dtype), q_start, window, q_segments, options)
+
+
+def self_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    window: int | None = None,
+    segments: Array | None = None,
+    kernels: SelfAttention = "xla",
+) -> Array:
+    """Causal attention of whole sequences to themselves, as training needs it; differentiable in q, k and v.
+
+    Args:
+      q: [B, T, H, E].
+      k, v: [B, T, K, E].
+      window: None for all keys before.
+      segments: [B, T] int32, packed sequences that do not see each other; None for one a row.
+      kernels: "xla", plain operations; "triton", `flash_attention`; "cudnn", NVIDIA's library, for 16-bit numbers on a
+        GPU, where segments cost it a mask of T x T bits a row.
+
+    Returns:
+      [B, T, H, E] in q's dtype.
+    """
+    if kernels not in get_args(SelfAttention):
+        raise ArgumentError(f"Attention by {kernels!r} was asked for; it must be one of {get_args(SelfAttention)}.")
+    if kernels == "cudnn":
+        mask = None if segments is None else segments[:, None, :, None] == segments[:, None, None, :]
+        left = None if window is None else (window - 1, 0)
+        return jax.nn.dot_product_attention(
+            q, k, v, mask=mask, is_causal=True, local_window_size=left, implementation="cudnn"
+        )
+    start = jnp.zeros(q.shape[0], jnp.int32)
+    k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
+    return attention(q, k, v, start, window, q_segments=segments, kv_segments=segments, kernels=kernels)
 
 
 def _in_chunks(

@@ -1,0 +1,211 @@
+"""Training speed of a model shape with random weights: tokens/s, share of the arithmetic's limit (MFU), memory.
+
+    python scripts/bench_training.py --peer                     # TinyLlama-1.1B, 8 x 2048, several variants
+    python scripts/bench_training.py --variant attention=cudnn,remat=none,fused=1
+    python scripts/bench_training.py --shape llama-3-8b --lora 16 --batch 4
+    python scripts/bench_training.py --shape smollm2-135m --layers 2 --batch 2 --tokens 32 --variant dtype=float32
+
+One call tries all variants and prints a line for each. A variant is a list of settings of `training.step.StepOptions`
+(dtype, attention, remat, fused, accumulate, z_loss, dropout) and `logits`, the binary logarithm of how many of the
+head's logits exist at once. Operations are six per weight (the looked-up embedding aside) and token, and causal
+attention. `--peer` times transformers with torch.compile first, in a process of its own. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import subprocess
+import sys
+import time
+from typing import Any
+
+import benchmark
+import jax
+import jax.numpy as jnp
+
+from llama_jax import PRESETS, init_params, losses
+from llama_jax.config import LlamaConfig
+from llama_jax.roofline import peak_operations
+from training.optimizer import OptimizerOptions, make_optimizer
+from training.step import StepOptions, init_state, make_train_step, operations_per_token
+
+VARIANTS = (
+    "attention=cudnn,remat=products,fused=1",
+    "attention=cudnn,remat=none,fused=1",
+    "attention=cudnn,remat=none,fused=0",
+    "attention=cudnn,remat=products,fused=1,logits=28",
+    "attention=cudnn,remat=block,fused=1",
+    "attention=triton,remat=products,fused=1",
+)
+DEFAULTS: dict[str, Any] = dict(dtype="bfloat16", remat="none", attention="xla")
+
+PEER = """
+import json, statistics, sys, time
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+o = json.loads(sys.argv[1])
+torch.set_float32_matmul_precision("high")
+config = LlamaConfig(
+    vocab_size=o["V"], hidden_size=o["D"], intermediate_size=o["F"], num_hidden_layers=o["L"],
+    num_attention_heads=o["H"], num_key_value_heads=o["K"], head_dim=o["E"], max_position_embeddings=o["T"],
+    tie_word_embeddings=o["tied"], use_cache=False,
+)
+config._attn_implementation = "sdpa"
+torch.set_default_dtype(torch.bfloat16)
+with torch.device(o["device"]):
+    model = LlamaForCausalLM(config)
+torch.set_default_dtype(torch.float32)
+model.train()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=o["device"] == "cuda")
+compiled = torch.compile(model)
+tokens = torch.randint(0, o["V"], (o["B"], o["T"]), device=o["device"])
+def step():
+    loss = compiled(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return float(loss)
+for _ in range(3):
+    step()
+seconds = []
+for _ in range(o["repeats"]):
+    began = time.perf_counter()
+    for _ in range(o["steps"]):
+        step()
+    seconds.append((time.perf_counter() - began) / o["steps"])
+peak = torch.cuda.max_memory_allocated() if o["device"] == "cuda" else None
+import transformers
+print(json.dumps(dict(seconds=statistics.median(seconds), peak_bytes=peak,
+                      versions=f"torch {torch.__version__}, transformers {transformers.__version__}")))
+"""
+
+
+def parse_variant(text: str) -> dict[str, Any]:
+    """Settings from "name=value,name=value"; numbers and 0/1 for flags as they are meant."""
+    types = {field.name: str(field.type) for field in dataclasses.fields(StepOptions)} | {"logits": "int"}
+    chosen: dict[str, Any] = dict(DEFAULTS)
+    for item in filter(None, text.split(",")):
+        name, _, value = item.partition("=")
+        if name not in types:
+            raise SystemExit(f"{name!r} is no setting of a variant; it must be one of {', '.join(types)}.")
+        kind = types[name]
+        chosen[name] = bool(int(value)) if kind == "bool" else ({"int": int, "float": float}.get(kind, str))(value)
+    return chosen
+
+
+def bench(config: LlamaConfig, variant: dict[str, Any], B: int, T: int, steps: int, repeats: int) -> dict[str, Any]:
+    """One line of results."""
+    settings = dict(variant)
+    losses._LOGITS_AT_ONCE = 2 ** settings.pop("logits", 26)
+    options = StepOptions(**settings)
+    optimizer = make_optimizer(OptimizerOptions(learning_rate=1e-5))
+    state = jax.jit(lambda key: init_state(init_params(key, config), optimizer, options))(jax.random.key(0))
+    tokens = jax.random.randint(jax.random.key(1), (B, T + 1), 0, config.vocab_size)
+    batch = dict(tokens=tokens[:, :-1], targets=tokens[:, 1:], weights=jnp.ones((B, T)))
+    key = jax.random.key(2)
+    step = jax.jit(make_train_step(config, optimizer, options), donate_argnums=0)
+    began = time.perf_counter()
+    compiled = step.lower(state, None, batch, key).compile()
+    compile_seconds = time.perf_counter() - began
+
+    def run() -> Any:
+        nonlocal state
+        metrics = None
+        for _ in range(steps):
+            state, metrics = compiled(state, None, batch, key)
+        return metrics
+
+    seconds = benchmark.median_seconds(run, repeats) / steps
+    rate = operations_per_token(config, T) * B * T / seconds
+    peak = peak_operations()
+    memory = compiled.memory_analysis()
+    return dict(
+        tokens_per_second=B * T / seconds,
+        milliseconds=1e3 * seconds,
+        tflop_per_second=rate / 1e12,
+        share_of_limit=rate / peak if peak else None,
+        peak_bytes=memory.argument_size_in_bytes + memory.temp_size_in_bytes if memory else None,
+        compile_seconds=compile_seconds,
+        loss=float(run()["loss"]),
+    )
+
+
+def peer(config: LlamaConfig, B: int, T: int, steps: int, repeats: int) -> dict[str, Any] | None:
+    """The same step by transformers and torch.compile, None where they are not installed."""
+    if importlib.util.find_spec("torch") is None or importlib.util.find_spec("transformers") is None:
+        return None
+    import torch  # pyright: ignore[reportMissingImports]
+
+    options = dict(
+        V=config.vocab_size, D=config.d_model, F=config.d_ff, L=config.n_layers, H=config.n_heads,
+        K=config.n_kv_heads, E=config.head_dim, T=T, B=B, tied=config.tied_embeddings, steps=steps, repeats=repeats,
+        device="cuda" if torch.cuda.is_available() else "cpu",
+    )  # fmt: skip
+    command = [sys.executable, "-c", PEER, json.dumps(options)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        print(f"transformers failed: {done.stderr.strip().splitlines()[-1:]}", flush=True)
+        return None
+    measured = json.loads(done.stdout.strip().splitlines()[-1])
+    return dict(
+        variant=measured["versions"],
+        tokens_per_second=B * T / measured["seconds"],
+        milliseconds=1e3 * measured["seconds"],
+        tflop_per_second=operations_per_token(config, T) * B * T / measured["seconds"] / 1e12,
+        peak_bytes=measured["peak_bytes"],
+    )
+
+
+def show(line: dict[str, Any]) -> None:
+    """A line of results for people."""
+    share = f", {100 * line['share_of_limit']:.1f} % of the limit" if line.get("share_of_limit") else ""
+    memory = f", {line['peak_bytes'] / 1e9:.1f} GB" if line.get("peak_bytes") else ""
+    compiling = f", compiling {line['compile_seconds']:.0f} s" if "compile_seconds" in line else ""
+    print(
+        f"{line['variant']}: {line['tokens_per_second']:,.0f} tok/s, {line['milliseconds']:.1f} ms, "
+        f"{line['tflop_per_second']:.0f} TFLOP/s{share}{memory}{compiling}",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=PRESETS, default="tinyllama-1.1b")
+    parser.add_argument("--layers", type=int, help="instead of the shape's, for a try")
+    parser.add_argument("--batch", type=int, default=8, help="rows")
+    parser.add_argument("--tokens", type=int, default=2048, help="in a row")
+    parser.add_argument("--variant", action="append", help="may be repeated; default: several for a GPU")
+    parser.add_argument("--steps", type=int, default=3, help="in one timing")
+    parser.add_argument("--repeats", type=int, default=5, help="timings, of which the median counts")
+    parser.add_argument("--peer", action="store_true", help="time transformers with torch.compile, too")
+    arguments = parser.parse_args()
+    config = PRESETS[arguments.shape]
+    if arguments.layers:
+        config = dataclasses.replace(config, n_layers=arguments.layers)
+    size = (arguments.batch, arguments.tokens, arguments.steps, arguments.repeats)
+    common = dict(shape=arguments.shape, batch=arguments.batch, tokens=arguments.tokens)
+    results = []
+    if arguments.peer:  # before jax takes the device's memory
+        line = peer(config, *size)
+        if line is not None:
+            limit = peak_operations()
+            line["share_of_limit"] = line["tflop_per_second"] * 1e12 / limit if limit else None
+            results.append(common | line)
+            show(results[-1])
+    for text in arguments.variant or VARIANTS:
+        try:
+            line = bench(config, parse_variant(text), *size)
+        except Exception as error:  # the next variant may still run
+            print(f"{text}: failed, {str(error).splitlines()[0]}", flush=True)
+            continue
+        results.append(common | dict(variant=text) | line)
+        show(results[-1])
+    benchmark.report("training", results)
+
+
+if __name__ == "__main__":
+    main()
