@@ -148,11 +148,6 @@ def gradients(
     if n == 1:
         (total, (cross_entropy, weight)), gradient = sums(trained, batch, key)
         return gradient, total, cross_entropy, weight
-    B = batch["tokens"].shape[0]
-    if B % n:
-        raise ArgumentError(f"A batch of {B} rows cannot be accumulated in {n} parts of the same size.")
-    # Row r belongs to part r mod n, so that each part lies on a mesh as the batch does.
-    parts = {name: array.reshape(B // n, n, *array.shape[1:]).swapaxes(0, 1) for name, array in batch.items()}
 
     def add(carry: Any, inputs: Any) -> tuple[Any, None]:
         part, key = inputs
@@ -161,7 +156,28 @@ def gradients(
 
     zero = jnp.zeros((), jnp.float32)
     carry = (jax.tree.map(jnp.zeros_like, trained), zero, zero, zero)
-    return jax.lax.scan(add, carry, (parts, jax.random.split(key, n)))[0]
+    return jax.lax.scan(add, carry, (_parts(batch, n), jax.random.split(key, n)))[0]
+
+
+def total_loss(
+    trained: Any, fixed: Any, batch: Batch, key: Array, assemble: Assemble, config: LlamaConfig, options: StepOptions
+) -> Array:
+    """The loss that `gradients` are of, summed over the batch's tokens, float32 []."""
+    parts = _parts(batch, options.accumulate)
+
+    def add(total: Array, inputs: Any) -> tuple[Array, None]:
+        part, key = inputs
+        return total + batch_sums(assemble(trained, fixed, key), part, config, options)[0], None
+
+    return jax.lax.scan(add, jnp.zeros((), jnp.float32), (parts, jax.random.split(key, options.accumulate)))[0]
+
+
+def _parts(batch: Batch, n: int) -> Batch:
+    """[B, T] to [n, B / n, T]. Row r belongs to part r mod n, so that each part lies on a mesh as the batch does."""
+    B = batch["tokens"].shape[0]
+    if B % n:
+        raise ArgumentError(f"A batch of {B} rows cannot be accumulated in {n} parts of the same size.")
+    return {name: array.reshape(B // n, n, *array.shape[1:]).swapaxes(0, 1) for name, array in batch.items()}
 
 
 def make_train_step(
@@ -169,14 +185,23 @@ def make_train_step(
     optimizer: optax.GradientTransformationExtraArgs,
     options: StepOptions,
     assemble: Assemble | None = None,
+    *,
+    schedule: Callable[[Array], Array] | None = None,
+    line_search: bool = False,
 ) -> Callable[[TrainState, Any, Batch, Array], tuple[TrainState, dict[str, Array]]]:
     """`step(state, fixed, batch, key) -> (state, metrics)`, to be jitted with `state` donated.
 
     A step whose loss or gradient is not finite changes nothing but the counts. `fixed` are weights that stay as they
     are (None without adapters). The key is that of the whole run; each step folds its number in.
 
+    Args:
+      schedule: the optimiser's, for the report.
+      line_search: the optimiser wants the loss as a function, as L-BFGS does; gradients are then never shortened, and
+        the batch should be the same in every step.
+
     Returns:
-      metrics: float32 []: loss (nats a token), gradient_norm, tokens (targets that counted), skipped (0 or 1).
+      metrics: float32 []: loss (nats a token), gradient_norm, tokens (targets that counted), skipped (0 or 1) and, with
+        a schedule, learning_rate.
     """
     assemble = assemble or all_trained(options)
 
@@ -188,10 +213,17 @@ def make_train_step(
         scale = jnp.ones((), jnp.float32) if options.summed else 1 / count
         norm = norm * scale
         finite = jnp.isfinite(norm) & jnp.isfinite(total)
-        if options.clip:
+        if options.clip and not line_search:
             scale = scale * jnp.minimum(1.0, options.clip / jnp.maximum(norm, 1e-30))
         gradient = jax.tree.map(lambda g: g * scale, gradient)
-        updates, moments = optimizer.update(gradient, state.optimizer, state.params)
+        extra = {}
+        if line_search:
+
+            def value(params: Any) -> Array:
+                return total_loss(params, fixed, batch, key, assemble, config, options) * scale
+
+            extra = dict(value=total * scale, grad=gradient, value_fn=value)
+        updates, moments = optimizer.update(gradient, state.optimizer, state.params, **extra)
         params = optax.apply_updates(state.params, updates)
         average = state.average
         if options.average:
@@ -208,6 +240,8 @@ def make_train_step(
             tokens=weight,
             skipped=(~finite).astype(jnp.float32),
         )
+        if schedule is not None:
+            metrics["learning_rate"] = schedule(state.step - state.skipped)
         return TrainState(
             params=params,
             average=average,
