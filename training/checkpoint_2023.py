@@ -2,8 +2,8 @@
 
 Source: examples/train-text-from-scratch of that time. A checkpoint is: the bytes `pcgg`, version 0, counters of
 iterations, samples and tokens, six hyper-parameters, all as u32; then the weights as records (number of axes, length of
-the name, type, axes with the fastest first, name, padding to 32 bytes, data). What follows, the optimiser's state, holds
-a C structure as that compiler laid it out, and is not read.
+the name, type, axes with the fastest first, name, padding to 32 bytes, data). What follows, the optimiser's state,
+holds a C structure as that compiler laid it out, and is not read.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _read(file: MappedFile, path: Path, context_length: int) -> tuple[LlamaConfi
         raise FormatError(f"{path} has version {version}; 0 is the only one that is known.")
     counters = dict(zip(("iterations", "samples", "tokens"), struct.unpack_from("<3I", file.map, 8), strict=True))
     V, D, mult, H, L, rot = struct.unpack_from("<6I", file.map, 20)
-    if not (0 < H <= D and D % H == 0 and 0 < L < 4096 and 0 < V < 2**24 and 0 < mult):
+    if not (0 < H <= D and D % H == 0 and 0 < L < 4096 and 0 < V < 2**24 and mult > 0):
         raise FormatError(f"{path} states V={V}, D={D}, H={H}, L={L}: no possible model.")
     if rot != D // H:
         raise FormatError(f"{path} turns {rot} of {D // H} numbers of a head; only all of them can be computed.")
@@ -90,7 +90,9 @@ def _read(file: MappedFile, path: Path, context_length: int) -> tuple[LlamaConfi
         w_down=(D, F),
     )  # fmt: skip
     layers = tuple(
-        Layer(**{field: get(f"layers.{n}.{name}", shapes[field], field in ("wq", "wk")) for name, field in _LAYER.items()})
+        Layer(
+            **{field: get(f"layers.{n}.{name}", shapes[field], field in ("wq", "wk")) for name, field in _LAYER.items()}
+        )
         for n in range(L)
     )
     params = Params(

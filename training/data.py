@@ -45,7 +45,7 @@ class TokenStream:
 
 
 def list_files(paths: Iterable[str | Path]) -> list[Path]:
-    """The files that some paths mean: a directory stands for all of its .txt, .jsonl and .md files, sorted, at any depth.
+    """The files that some paths mean: a directory stands for all its .txt, .jsonl and .md files, at any depth, sorted.
 
     Raises:
       ArgumentError: a path does not exist, a directory holds no such file, or no path was given.

@@ -108,7 +108,7 @@ class Trainer:
         self._batches = None if self._full else self._new_iterator()
         if self._full:
             step = dataclasses.replace(step, accumulate=-(-len(rows) // run.batch), dropout=0.0)
-        self._step_options = step
+        self.step_options = step
         self._assemble = assemble or all_trained(step)
         self._optimizer = make_optimizer(optimizer)
         train_step = make_train_step(
@@ -140,7 +140,7 @@ class Trainer:
         self.folder.mkdir(parents=True, exist_ok=True)
 
         def make(params: Any) -> TrainState:
-            return init_state(params, self._optimizer, self._step_options)
+            return init_state(params, self._optimizer, self.step_options)
 
         shardings = self._shardings(jax.eval_shape(make, params))
         self.state = jax.jit(make, out_shardings=shardings, donate_argnums=0)(params)
@@ -159,7 +159,7 @@ class Trainer:
         source = checkpoints or self._checkpoints
         step = source.latest()
         assert step is not None
-        state = jax.eval_shape(lambda params: init_state(params, self._optimizer, self._step_options), shapes)
+        state = jax.eval_shape(lambda params: init_state(params, self._optimizer, self.step_options), shapes)
         self.state = source.restore(step, abstract(state, self._shardings(state)))
         position = source.position(step)
         self.done, self.tokens = position["batches"], position["tokens"]
@@ -188,8 +188,8 @@ class Trainer:
         self._checkpoints.save(self.done, self.state, self._position())
 
     def _sums(self, params: Any, fixed: Any, batch: Any) -> Any:
-        options = dataclasses.replace(self._step_options, dropout=0.0, z_loss=0.0)
-        assemble = self._assemble if not self._step_options.dropout else all_trained(options)
+        options = dataclasses.replace(self.step_options, dropout=0.0, z_loss=0.0)
+        assemble = self._assemble if not self.step_options.dropout else all_trained(options)
         return batch_sums(assemble(params, fixed, self._key), batch, self.config, options)[1]
 
     def weights(self) -> Any:
@@ -266,7 +266,8 @@ class Trainer:
         return False
 
     def _restore_best(self) -> None:
-        assert self.state is not None and self._best is not None
+        assert self.state is not None
+        assert self._best is not None
         weights = self.weights()
         like = abstract(weights, jax.tree.map(lambda w: w.sharding, weights))
         best = self._best.restore(self._best.latest() or 0, like)

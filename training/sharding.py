@@ -64,7 +64,7 @@ def weight_shardings(config: LlamaConfig, mesh: Mesh) -> dict[str, NamedSharding
 
 
 def state_shardings(state: Any, config: LlamaConfig, mesh: Mesh) -> Any:
-    """Where each leaf of a training state lies: what has a weight's path and shape lies as the weight, the rest whole."""
+    """Where each leaf of a training state lies: as the weight whose path and shape it has, else whole."""
     weights = weight_shardings(config, mesh)
     shapes = {path: spec.shape for path, spec in by_path(parameter_specs(config)).items()}
     whole = NamedSharding(mesh, PartitionSpec())

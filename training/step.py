@@ -17,8 +17,9 @@ from llama_jax import checks
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ArgumentError
 from llama_jax.kernels.attention import SelfAttention
+from llama_jax.linear import Joined
 from llama_jax.losses import summed_token_losses
-from llama_jax.model import Params, Remat, fuse_projections, hidden_states
+from llama_jax.model import Layer, Params, Remat, hidden_states
 
 Batch = Mapping[str, Array]
 """tokens, targets [B, T] int32, weights [B, T] float32 and, for packed rows, segments [B, T] int32."""
@@ -102,9 +103,21 @@ def all_trained(options: StepOptions) -> Assemble:
         if options.dropout:
             layers = _drop_weights(layers, key, options.dropout)
         params = trained.replace(layers=layers)
-        return fuse_projections(params) if options.fused else params
+        return params.replace(layers=tuple(map(_fused, params.layers))) if options.fused else params
 
     return assemble
+
+
+def _fused(layer: Layer) -> Layer:
+    """A layer with wq, wk, wv and w_gate, w_up joined: inside the step, so that the gradients are divided again."""
+
+    def joined(*weights: Array) -> Joined:
+        return Joined(jnp.concatenate(weights), tuple(weight.shape[0] for weight in weights))
+
+    return dataclasses.replace(
+        layer, wq=joined(layer.wq, layer.wk, layer.wv), wk=None, wv=None, w_gate=joined(layer.w_gate, layer.w_up),
+        w_up=None,
+    )  # fmt: skip
 
 
 def _drop_weights(layers: Any, key: Array, rate: float) -> Any:

@@ -1,0 +1,358 @@
+"""Train a LLaMA model on text: from scratch, from a model, or on from a checkpoint.
+
+    python -m training.train_text_from_scratch --train-data shakespeare.txt --vocab-train 1024 \\
+        --ctx 64 --embd 256 --head 8 --layer 16 -b 16 -n 500
+
+`llama-jax train` is the same program. The run's folder (--checkpoint-out) holds checkpoints, metrics.jsonl, which
+`llama-jax plot` draws, and the model; the same command again goes on where it ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import logging
+import os
+import secrets
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from llama_jax.errors import ArgumentError, LlamaJaxError
+from training.arguments import add_arguments
+
+logger = logging.getLogger("llama_jax.train")
+
+CONFIG, VOCABULARY = "config.json", "vocabulary.json"
+TERMINATED = 143  # the exit code of a process that SIGTERM ended
+
+
+def feed_forward_width(d_model: int, mult: int) -> int:
+    """8/3 of the width, rounded up to a multiple: llama.cpp's rule, which gives LLaMA's published shapes."""
+    return -(-(2 * (4 * d_model) // 3) // mult) * mult
+
+
+def new_config(arguments: argparse.Namespace, vocab_size: int) -> Any:
+    """The configuration that the options describe."""
+    from llama_jax import checks
+    from llama_jax.config import LlamaConfig
+
+    embd, head = checks.integer("--embd", arguments.embd, 2), checks.integer("--head", arguments.head, 1)
+    checks.integer("--mult", arguments.mult, 1)
+    if embd % head:
+        raise ArgumentError(f"--embd is {embd}; it must be a multiple of --head, {head}.")
+    head_dim = embd // head
+    if arguments.rotmax is not None and arguments.rotmax < head_dim:
+        raise ArgumentError(
+            f"--rotmax is {arguments.rotmax}; it must be at least {head_dim}, the width of a head, since inference "
+            "turns all of it."
+        )
+    return LlamaConfig(
+        vocab_size=vocab_size,
+        d_model=embd,
+        d_ff=feed_forward_width(embd, arguments.mult),
+        n_layers=arguments.layer,
+        n_heads=head,
+        n_kv_heads=head if arguments.head_kv is None else arguments.head_kv,
+        head_dim=head_dim,
+        context_length=arguments.ctx,
+        norm_epsilon=1e-6 if arguments.compat else 1e-5,
+        tied_embeddings=arguments.tied,
+    )
+
+
+def read_config(folder: Path) -> Any:
+    """The configuration of a run."""
+    from llama_jax.config import LlamaConfig, RopeScaling
+
+    try:
+        fields = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        divisors = fields["rope_divisors"]
+        fields["rope_scaling"] = RopeScaling(**fields["rope_scaling"])
+        return LlamaConfig(**fields | dict(rope_divisors=None if divisors is None else tuple(divisors)))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ArgumentError(f"{str(folder / CONFIG)!r} describes no model: {error}") from None
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replaces a file when the new one is complete."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".part")
+    temporary.write_text(json.dumps(value) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def ggml_params(key: Any, config: Any) -> Any:
+    """The random weights of June 2023: normal, cut to +-1, over sqrt of the sum of a matrix's sides; norms, too."""
+    import jax
+    import jax.numpy as jnp
+
+    from llama_jax.model import init_params
+
+    shapes = jax.eval_shape(lambda: init_params(key, config))
+    leaves, structure = jax.tree.flatten(shapes)
+    keys = jax.random.split(key, len(leaves))
+
+    def init(key: Any, leaf: Any) -> Any:
+        return jnp.clip(jax.random.normal(key, leaf.shape), -1.0, 1.0) * sum(leaf.shape) ** -0.5
+
+    return jax.tree.unflatten(structure, [init(*pair) for pair in zip(keys, leaves, strict=True)])
+
+
+def vocabulary(arguments: argparse.Namespace) -> Any:
+    """The vocabulary that the options ask for; one that was made of the data is kept in the run's folder."""
+    from llama_jax.text.tokenizer import tokenizer_from_gguf
+    from training.data import read_documents
+    from training.vocabulary import VocabularySource, vocabulary_from_texts, vocabulary_of
+
+    if arguments.vocab_train is None:
+        return vocabulary_of(arguments.vocab_model or arguments.model_in)
+    if arguments.vocab_model is not None:
+        raise ArgumentError("--vocab-model and --vocab-train were both given; one of them makes the vocabulary.")
+    kept, model = arguments.checkpoint_out / VOCABULARY, arguments.checkpoint_out / "tokenizer.model"
+    if kept.exists() and model.exists():
+        metadata = json.loads(kept.read_text(encoding="utf-8"))
+        if len(metadata["tokenizer.ggml.tokens"]) == arguments.vocab_train:
+            return VocabularySource(tokenizer_from_gguf(metadata), metadata, model=model.read_bytes())
+    source = vocabulary_from_texts(read_documents(arguments.train_data), arguments.vocab_train)
+    write_json(kept, source.metadata)
+    model.write_bytes(source.model or b"")
+    return source
+
+
+def optimizer_options(arguments: argparse.Namespace, batches: int) -> Any:
+    """What the options say of the optimiser, with the defaults of today or of June 2023."""
+    from training.optimizer import OptimizerOptions
+
+    old = arguments.compat is not None
+    if old and arguments.optimizer != "adamw":
+        raise ArgumentError(f"--compat {arguments.compat} goes with AdamW only, the one that worked at the time.")
+
+    def default(value: Any, today: Any, then: Any) -> Any:
+        return value if value is not None else then if old else today
+
+    steps = batches * arguments.adam_iter
+    return OptimizerOptions(
+        name=arguments.optimizer,
+        learning_rate=arguments.adam_alpha,
+        warmup=arguments.warmup if old else min(arguments.warmup, steps // 2),
+        decay_steps=default(arguments.cos_decay_steps, max(1, steps - min(arguments.warmup, steps // 2)), 1000),
+        decay_restart=default(arguments.cos_decay_restart, 0.0, 1.1),
+        decay_alpha=arguments.cos_decay_alpha,
+        weight_decay=default(arguments.adam_decay, 0.1, 1e-3),
+        decay_all=old,
+        beta1=arguments.adam_beta1,
+        beta2=default(arguments.adam_beta2, 0.95, 0.999),
+        steps_per_batch=arguments.adam_iter,
+        ggml_2023=old,
+    )
+
+
+def step_options(arguments: argparse.Namespace, config: Any, mesh: Any) -> Any:
+    """How steps compute: what the options say, and what this device is best at."""
+    import jax
+
+    from training.step import StepOptions
+
+    on_gpu = jax.default_backend() == "gpu"
+    dtype = {"f32": "float32", "bf16": "bfloat16", None: "bfloat16" if on_gpu else "float32"}[arguments.dtype]
+    old = arguments.compat is not None
+    return StepOptions(
+        dtype=dtype,
+        attention=best_attention(dtype, config.head_dim) if arguments.flash else "xla",
+        remat=arguments.remat,
+        fused=mesh is None and on_gpu,
+        accumulate=arguments.accumulate,
+        clip=arguments.clip if arguments.clip is not None else 0.0 if old else 1.0,
+        z_loss=arguments.z_loss,
+        dropout=arguments.dropout,
+        average=arguments.ema,
+        summed=old,
+    )
+
+
+def best_attention(dtype: str, head_dim: int) -> Any:
+    """cuDNN's on a GPU from Ampere on for 16-bit numbers and heads that it takes, plain operations elsewhere."""
+    import jax
+
+    device = jax.devices()[0]
+    capability = float(getattr(device, "compute_capability", None) or 0) if device.platform == "gpu" else 0.0
+    return "cudnn" if capability >= 8.0 and dtype == "bfloat16" and head_dim % 8 == 0 and head_dim <= 128 else "xla"
+
+
+def save_model(path: Path, params: Any, config: Any, source: Any, types: str) -> None:
+    """Writes a .gguf file or a Hugging Face folder with the vocabulary."""
+    from llama_jax.formats.save import save_gguf, save_hf
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".gguf":
+        save_gguf(path, params, config, metadata=dict(source.metadata), types=types)
+    else:
+        save_hf(path, params, config, dtype="float32")
+        if not source.save(path):
+            logger.info("%s holds no tokenizer: this vocabulary came from a GGUF file", path)
+    logger.info("wrote %s", path)
+
+
+def sampler(config: Any, source: Any, length: int, seed: int) -> Any:
+    """`sample(params) -> text` that the model writes from nothing."""
+    import jax
+
+    def sample(params: Any) -> str:
+        from llama_jax.llama import Llama
+
+        params = jax.device_put(jax.device_get(params), jax.devices()[0])
+        model = Llama(config, params, source.tokenizer, n_ctx=config.context_length)
+        return model.generate("", max_tokens=min(length, config.context_length - 1), temperature=0.8, seed=seed)
+
+    return sample
+
+
+def train(arguments: argparse.Namespace) -> None:
+    """Runs a training as the options say; raises SystemExit(143) where SIGTERM ended it."""
+    import jax
+
+    from llama_jax.placement import check_devices
+    from training.checkpoint_2023 import is_checkpoint_2023, read_checkpoint_2023
+    from training.data import Rows, encode_documents, newline_ids, read_documents, split_stream
+    from training.loop import RunOptions, Trainer
+    from training.sharding import parse_mesh, training_mesh
+
+    check_devices()
+    if arguments.distributed:
+        jax.distributed.initialize()
+    run, origin = arguments.checkpoint_out, arguments.checkpoint_in
+    mesh = training_mesh(**parse_mesh(arguments.mesh)) if arguments.mesh else None
+    source = vocabulary(arguments)
+    out = arguments.model_out or run / ("model.gguf" if source.metadata else "model")
+    if out.suffix == ".gguf" and not source.metadata:
+        raise ArgumentError(f"{str(out)!r} needs a vocabulary from a GGUF file or --vocab-train; name a folder instead.")
+    stream = encode_documents(read_documents(arguments.train_data), source.tokenizer)
+    stream, held = split_stream(stream, arguments.val_split)
+    if arguments.val_data:
+        held = encode_documents(read_documents(arguments.val_data), source.tokenizer)
+
+    old = origin is not None and is_checkpoint_2023(origin)
+    resumed = None if old else _folder_to_resume(run, origin)
+    params, config = None, None
+    if resumed is not None:
+        config = read_config(resumed)
+    elif old:
+        config, params, counters = read_checkpoint_2023(origin, arguments.ctx)
+        logger.info("weights of a 2023 checkpoint after %d iterations; its optimiser's state is not read", counters["iterations"])
+    elif arguments.model_in is not None:
+        config, params = _read_model(arguments.model_in, arguments.ctx)
+    else:
+        config = new_config(arguments, source.tokenizer.vocab_size)
+    if config.vocab_size < source.tokenizer.vocab_size:
+        raise ArgumentError(
+            f"The vocabulary has {source.tokenizer.vocab_size} tokens; the model has only {config.vocab_size}."
+        )
+
+    seed = arguments.seed if arguments.seed >= 0 else secrets.randbits(31)
+    lbfgs = arguments.optimizer == "lbfgs"
+    batches = arguments.lbfgs_iter if lbfgs else arguments.examples
+    lines = newline_ids(stream, source.tokenizer) if arguments.samples_after_nl else ()
+    rows = Rows(stream, arguments.ctx, seed, moved=not lbfgs, line_ids=lines)
+    options = RunOptions(
+        batches=batches, batch=arguments.batch, seed=seed, save_every=arguments.save_interval,
+        evaluate_every=arguments.eval_interval, sample_every=arguments.print_details_interval,
+        print_every=arguments.print_info_interval, keep=arguments.keep, patience=arguments.patience,
+        workers=arguments.workers, tensorboard=arguments.tensorboard,
+    )  # fmt: skip
+    trainer = Trainer(
+        run, config, rows, optimizer_options(arguments, batches), step_options(arguments, config, mesh), options,
+        validation=Rows(held, arguments.ctx, moved=False) if held is not None else None, mesh=mesh,
+        sample=sampler(config, source, arguments.predict, seed),
+    )  # fmt: skip
+    logger.info(
+        "%s tokens in %d documents, %d rows of %d; %s weights; %s; attention: %s",
+        f"{len(stream.tokens):,}", stream.documents[-1], len(rows), arguments.ctx, f"{config.n_parameters:,}",
+        jax.devices()[0].device_kind, trainer.step_options.attention,
+    )  # fmt: skip
+    try:
+        _begin(trainer, resumed, run, config, params, seed, arguments)
+        finished = trainer.run()
+        if finished:
+            if held is not None and arguments.patience == 0:
+                logger.info("validation loss %.4f", trainer.validation_loss())
+            if jax.process_index() == 0:
+                save_model(out, jax.device_get(trainer.weights()), config, source, arguments.model_type)
+                if arguments.predict:
+                    print(sampler(config, source, arguments.predict, seed)(trainer.weights()))
+    finally:
+        trainer.close()
+    if not finished:
+        raise SystemExit(TERMINATED)
+
+
+def _folder_to_resume(run: Path, origin: Path | None) -> Path | None:
+    """The run to go on with: the one that was named, which must exist, or this one if it has begun."""
+    from training.checkpoint import FOLDER
+
+    folder = origin or run
+    if (folder / CONFIG).exists() and any((folder / FOLDER).glob("[0-9]*")):
+        return folder
+    if origin is not None:
+        raise ArgumentError(f"--checkpoint-in {str(origin)!r} is neither a run's folder with checkpoints nor one of 2023.")
+    return None
+
+
+def _read_model(path: str, context: int) -> tuple[Any, Any]:
+    import jax.numpy as jnp
+    import numpy as np
+
+    from llama_jax.formats.hub import resolve_path
+    from llama_jax.formats.load import load_params, open_model
+
+    with open_model(resolve_path(path)) as file:
+        params = load_params(file, np.float32, lambda _, array: jnp.array(array))
+        return dataclasses.replace(file.config, context_length=max(context, file.config.context_length)), params
+
+
+def _begin(
+    trainer: Any, resumed: Path | None, run: Path, config: Any, params: Any, seed: int, arguments: argparse.Namespace
+) -> None:
+    import jax
+
+    from llama_jax.model import init_params
+    from training.checkpoint import Checkpoints
+
+    write_json(run / CONFIG, dataclasses.asdict(config))
+    if resumed is not None:
+        shapes = jax.eval_shape(lambda: init_params(jax.random.key(0), config))
+        other = Checkpoints(resumed) if resumed != run else None
+        try:
+            logger.info("going on behind batch %d of %s", trainer.resume(shapes, other), resumed)
+        finally:
+            if other is not None:
+                other.close()
+        return
+    if params is None:
+        init = ggml_params if arguments.compat else init_params
+        params = jax.jit(init, static_argnums=1)(jax.random.fold_in(jax.random.key(seed), 1), config)
+    trainer.start(params)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The program; returns 0, or 1 for a user's mistake."""
+    from llama_jax.cli.options import cache_compiled_programs
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    arguments = parser.parse_args(argv)
+    logging.basicConfig(stream=sys.stderr, format="%(name)s: %(message)s", level=logging.WARNING)
+    logging.getLogger("llama_jax").setLevel(logging.INFO)
+    cache_compiled_programs()
+    try:
+        train(arguments)
+    except LlamaJaxError as error:
+        print(f"train_text_from_scratch: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
