@@ -14,6 +14,8 @@ from llama_jax import checks
 from llama_jax.errors import ArgumentError, plain
 
 UNKNOWN, BOS, EOS = 0, 1, 2
+# Behind a sentencepiece model: normalizer_spec { add_dummy_prefix: true }, which overrides what stands before it.
+_SPACE_PREFIX = b"\x1a\x02\x18\x01"
 _FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "generation_config.json", "chat_template.jinja",
@@ -65,7 +67,7 @@ def train_vocabulary(texts: Iterable[str], size: int) -> tuple[dict[str, Any], b
         "tokenizer.ggml.add_eos_token": False,
         "tokenizer.ggml.add_space_prefix": True,
     }
-    return metadata, model.getvalue()
+    return metadata, model.getvalue() + _SPACE_PREFIX
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
