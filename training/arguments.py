@@ -13,7 +13,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--train-data", nargs="+", metavar="PATH", required=True, help="text, .jsonl, or a folder of them"
     )
     data.add_argument("--vocab-model", metavar="PATH", help="a model whose vocabulary is taken; default: shipped")
-    data.add_argument("--vocab-train", type=int, metavar="N", help="make a vocabulary of N pieces from the data instead")
+    data.add_argument(
+        "--vocab-train", type=int, metavar="N", help="make a vocabulary of N pieces from the data instead"
+    )
     data.add_argument("--val-data", nargs="+", metavar="PATH", help="validation data")
     data.add_argument("--val-split", type=float, default=0.0, metavar="X", help="share of the data kept for validation")
     data.add_argument("--samples-after-nl", action="store_true", help="rows begin behind the end of a line")
@@ -42,7 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--checkpoint-out", type=Path, default=Path("run"), metavar="DIR", help="the run's folder; default run"
     )
     files.add_argument(
-        "--model-out", type=Path, metavar="PATH", help="a .gguf file, or a folder for safetensors; default RUN/model.gguf"
+        "--model-out",
+        type=Path,
+        metavar="PATH",
+        help="a .gguf file, or a folder for safetensors; default RUN/model.gguf",
     )
     files.add_argument("--model-type", default="F32", metavar="TYPE", help="of a .gguf file's matrices; default F32")
     files.add_argument("--save-interval", type=int, default=200, metavar="N", help="batches; default 200")
@@ -66,7 +71,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     which = optimizer.add_mutually_exclusive_group()
     which.add_argument("--optimizer", choices=("adamw", "muon", "sgd", "lbfgs"), default="adamw", help="default adamw")
     which.add_argument("--use-adam", dest="optimizer", action="store_const", const="adamw", help="AdamW")
-    which.add_argument("--use-lbfgs", dest="optimizer", action="store_const", const="lbfgs", help="L-BFGS, all data a step")
+    which.add_argument(
+        "--use-lbfgs", dest="optimizer", action="store_const", const="lbfgs", help="L-BFGS, all data a step"
+    )
     optimizer.add_argument("--adam-iter", type=int, default=1, metavar="N", help="steps on each batch; default 1")
     optimizer.add_argument("--adam-alpha", type=float, default=1e-3, metavar="X", help="learning rate; default 1e-3")
     optimizer.add_argument("--adam-decay", type=float, metavar="X", help="weight decay; default 0.1")
@@ -75,11 +82,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     optimizer.add_argument("--lbfgs-iter", type=int, default=16, metavar="N", help="steps of L-BFGS; default 16")
     optimizer.add_argument("--warmup", type=int, default=100, metavar="N", help="steps; default 100")
     optimizer.add_argument("--cos-decay-steps", type=int, metavar="N", help="default: to the end; 0: no decay")
-    optimizer.add_argument("--cos-decay-restart", type=float, metavar="X", help="growth of each next cosine; default 0, one")
+    optimizer.add_argument(
+        "--cos-decay-restart", type=float, metavar="X", help="growth of each next cosine; default 0, one"
+    )
     optimizer.add_argument("--cos-decay-alpha", type=float, default=0.0, metavar="X", help="lowest share; default 0")
     optimizer.add_argument("--clip", type=float, metavar="X", help="longest gradient; default 1; 0: any")
     optimizer.add_argument("--z-loss", type=float, default=0.0, metavar="X", help="default 0")
-    optimizer.add_argument("--dropout", type=float, default=0.0, metavar="X", help="share of dropped weights; default 0")
+    optimizer.add_argument(
+        "--dropout", type=float, default=0.0, metavar="X", help="share of dropped weights; default 0"
+    )
     optimizer.add_argument("--ema", type=float, default=0.0, metavar="X", help="decay of the weights' average; 0: none")
     optimizer.add_argument(
         "--compat", choices=("ggml-2023",), help="schedule, decay, initialisation and summed loss of June 2023"
@@ -87,7 +98,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     device = parser.add_argument_group("computation")
     flash = device.add_mutually_exclusive_group()
-    flash.add_argument("--use-flash", dest="flash", action="store_true", default=True, help="fast attention where there is")
+    flash.add_argument(
+        "--use-flash", dest="flash", action="store_true", default=True, help="fast attention where there is"
+    )
     flash.add_argument("--no-flash", dest="flash", action="store_false", help="attention by plain operations")
     device.add_argument("--dtype", choices=("f32", "bf16"), help="default: bf16 on a GPU, f32 on a CPU")
     device.add_argument("--remat", choices=("none", "products", "block"), default="none", help="less memory, more time")

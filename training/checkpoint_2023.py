@@ -62,7 +62,8 @@ def _read(file: MappedFile, path: Path, context_length: int) -> tuple[LlamaConfi
     (version,) = struct.unpack_from("<I", file.map, 4)
     if version != 0:
         raise FormatError(f"{path} has version {version}; 0 is the only one that is known.")
-    counters = dict(zip(("iterations", "samples", "tokens"), struct.unpack_from("<3I", file.map, 8), strict=True))
+    iterations, samples, tokens = struct.unpack_from("<3I", file.map, 8)
+    counters = dict(iterations=iterations, samples=samples, tokens=tokens)
     V, D, mult, H, L, rot = struct.unpack_from("<6I", file.map, 20)
     if not (0 < H <= D and D % H == 0 and 0 < L < 4096 and 0 < V < 2**24 and mult > 0):
         raise FormatError(f"{path} states V={V}, D={D}, H={H}, L={L}: no possible model.")

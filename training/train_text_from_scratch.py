@@ -228,20 +228,25 @@ def train(arguments: argparse.Namespace) -> None:
     source = vocabulary(arguments)
     out = arguments.model_out or run / ("model.gguf" if source.metadata else "model")
     if out.suffix == ".gguf" and not source.metadata:
-        raise ArgumentError(f"{str(out)!r} needs a vocabulary from a GGUF file or --vocab-train; name a folder instead.")
+        raise ArgumentError(
+            f"{str(out)!r} needs a vocabulary from a GGUF file or --vocab-train; name a folder instead."
+        )
     stream = encode_documents(read_documents(arguments.train_data), source.tokenizer)
     stream, held = split_stream(stream, arguments.val_split)
     if arguments.val_data:
         held = encode_documents(read_documents(arguments.val_data), source.tokenizer)
 
-    old = origin is not None and is_checkpoint_2023(origin)
+    old = origin if origin is not None and is_checkpoint_2023(origin) else None
     resumed = None if old else _folder_to_resume(run, origin)
     params, config = None, None
     if resumed is not None:
         config = read_config(resumed)
-    elif old:
-        config, params, counters = read_checkpoint_2023(origin, arguments.ctx)
-        logger.info("weights of a 2023 checkpoint after %d iterations; its optimiser's state is not read", counters["iterations"])
+    elif old is not None:
+        config, params, counters = read_checkpoint_2023(old, arguments.ctx)
+        logger.info(
+            "weights of a 2023 checkpoint after %d iterations; its optimiser's state is not read",
+            counters["iterations"],
+        )
     elif arguments.model_in is not None:
         config, params = _read_model(arguments.model_in, arguments.ctx)
     else:
@@ -296,7 +301,9 @@ def _folder_to_resume(run: Path, origin: Path | None) -> Path | None:
     if (folder / CONFIG).exists() and any((folder / FOLDER).glob("[0-9]*")):
         return folder
     if origin is not None:
-        raise ArgumentError(f"--checkpoint-in {str(origin)!r} is neither a run's folder with checkpoints nor one of 2023.")
+        raise ArgumentError(
+            f"--checkpoint-in {str(origin)!r} is neither a run's folder with checkpoints nor one of 2023."
+        )
     return None
 
 

@@ -165,7 +165,7 @@ def test_bad_files_are_sentences(tmp_path, name, contents, sentence):
 
 
 def test_a_missing_file_is_a_sentence(tmp_path):
-    with pytest.raises(ArgumentError, match="is no file or folder; training data is text or .jsonl"):
+    with pytest.raises(ArgumentError, match="is no file or folder; training data is text"):
         list(read_documents([tmp_path / "nothing"]))
 
 

@@ -131,9 +131,7 @@ def test_any_mesh_gives_the_same_result(tmp_path, alone, axes):
     if jax.device_count() < 8:
         pytest.skip("needs eight devices")
     accumulate = 1 if axes == "data=8" else 2
-    run = trainer(
-        tmp_path, batches=3, step=StepOptions(accumulate=accumulate), mesh=training_mesh(**parse_mesh(axes))
-    )
+    run = trainer(tmp_path, batches=3, step=StepOptions(accumulate=accumulate), mesh=training_mesh(**parse_mesh(axes)))
     run.start(tiny_params(CONFIG))
     assert finish(run)
     jax.tree.map(
