@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from llama_jax.cache import KVCache, advance, append, append_and_attend, init_cache
+    from llama_jax.cache import CACHE_TYPES, KVCache, advance, append, append_and_attend, init_cache
     from llama_jax.config import PRESETS, LlamaConfig, RopeScaling
     from llama_jax.embeddings import embed_texts, pooled_states
     from llama_jax.errors import ArgumentError, FormatError, LlamaJaxError
@@ -34,7 +34,7 @@ __version__ = "0.1.0"
 
 # Public name -> module. Imported on first use, so that `import llama_jax` alone does not start jax.
 _PUBLIC = {
-    "cache": ("KVCache", "advance", "append", "append_and_attend", "init_cache"),
+    "cache": ("CACHE_TYPES", "KVCache", "advance", "append", "append_and_attend", "init_cache"),
     "config": ("PRESETS", "LlamaConfig", "RopeScaling"),
     "embeddings": ("embed_texts", "pooled_states"),
     "errors": ("ArgumentError", "FormatError", "LlamaJaxError"),

@@ -8,6 +8,7 @@ The model reaches the cache only through `append_and_attend` and `advance`.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,18 +21,24 @@ from llama_jax.errors import ArgumentError
 from llama_jax.kernels.attention import attention
 from llama_jax.kernels.backend import XLA, Kernels, default_kernels
 from llama_jax.kernels.decode_attention import decode_attention
+from llama_jax.quantization.heads import QuantizedHeads, quantize_heads
 from llama_jax.rope import apply_rope, rotate_back
+
+CACHE_TYPES = {"f32": jnp.float32, "f16": jnp.float16, "bf16": jnp.bfloat16, "q8_0": jnp.int8}  # llama.cpp's names
+Buffer = Array | QuantizedHeads
 
 
 @struct.dataclass
 class KVCache:
     """Keys (after rotation) and values, L buffers each [B, K, S, E]; `lengths` [B] int32, the slots filled per row.
 
+    A buffer is an array or, where the cache is quantized, `QuantizedHeads`.
+
     `kernels` names what serves attention, see `llama_jax.kernels.backend`.
     """
 
-    k: tuple[Array, ...]
-    v: tuple[Array, ...]
+    k: tuple[Buffer, ...]
+    v: tuple[Buffer, ...]
     lengths: Array
     kernels: Kernels = struct.field(pytree_node=False, default=XLA)
 
@@ -46,12 +53,28 @@ class KVCache:
         return self.k[0].shape[0]
 
 
+def cache_type(name: str) -> jnp.dtype:
+    """The dtype for `init_cache` that a name of `CACHE_TYPES` stands for.
+
+    Raises:
+      ArgumentError: there is no such type.
+    """
+    if name not in CACHE_TYPES:
+        raise ArgumentError(f"The cache type is {name!r}; it must be one of {', '.join(CACHE_TYPES)}.")
+    return jnp.dtype(CACHE_TYPES[name])
+
+
 def init_cache(
-    config: LlamaConfig, batch: int, capacity: int, dtype: DTypeLike, kernels: Kernels | None = None
+    config: LlamaConfig,
+    batch: int,
+    capacity: int,
+    dtype: DTypeLike | tuple[DTypeLike, ...],
+    kernels: Kernels | None = None,
 ) -> KVCache:
     """An empty cache for `batch` sequences of at most `capacity` tokens, on one device.
 
     Args:
+      dtype: of keys and values, or a pair for each; int8 keeps them as bytes with a scale for each token and head.
       kernels: None takes what the default device runs best.
     """
     if batch < 1 or capacity < 1:
@@ -59,8 +82,20 @@ def init_cache(
             f"A KV cache of {batch} sequences x {capacity} tokens was asked for; both must be at least 1."
         )
     shape = (batch, config.n_kv_heads, capacity, config.head_dim)
-    k, v = (tuple(jnp.zeros(shape, dtype) for _ in range(config.n_layers)) for _ in "kv")
+    dtypes = dtype if isinstance(dtype, tuple) else (dtype, dtype)
+    k, v = (tuple(_empty(shape, each) for _ in range(config.n_layers)) for each in dtypes)
     return KVCache(k=k, v=v, lengths=jnp.zeros(batch, jnp.int32), kernels=kernels or default_kernels())
+
+
+def _empty(shape: tuple[int, ...], dtype: DTypeLike) -> Buffer:
+    if jnp.dtype(dtype) == jnp.int8:
+        return QuantizedHeads(jnp.zeros(shape, jnp.int8), jnp.zeros(shape[:-1], jnp.float32))
+    return jnp.zeros(shape, dtype)
+
+
+def _values(buffer: Buffer, dtype: DTypeLike) -> Array:
+    """The numbers of a buffer; those of a quantized one as `dtype`."""
+    return buffer.values(dtype) if isinstance(buffer, QuantizedHeads) else buffer
 
 
 def append(cache: KVCache, layer: int, k: Array, v: Array, counts: Array) -> KVCache:
@@ -75,9 +110,14 @@ def append(cache: KVCache, layer: int, k: Array, v: Array, counts: Array) -> KVC
     rows = jnp.arange(B, dtype=jnp.int32)[:, None, None]
     heads = jnp.arange(K, dtype=jnp.int32)[:, None]
 
-    def write(buffer: Array, new: Array) -> Array:
-        new = new.swapaxes(1, 2).astype(buffer.dtype)  # [B, K, T, E]
-        return buffer.at[rows, heads, slots[:, None, :]].set(new, mode="drop")
+    def write(buffer: Buffer, new: Array) -> Buffer:
+        new = new.swapaxes(1, 2)  # [B, K, T, E]
+        parts = quantize_heads(new) if isinstance(buffer, QuantizedHeads) else new
+
+        def put(old: Array, new: Array) -> Array:
+            return old.at[rows, heads, slots[:, None, :]].set(new.astype(old.dtype), mode="drop")
+
+        return jax.tree.map(put, buffer, parts)
 
     return replace(
         cache,
@@ -86,7 +126,7 @@ def append(cache: KVCache, layer: int, k: Array, v: Array, counts: Array) -> KVC
     )
 
 
-def _replaced(buffers: tuple[Array, ...], index: int, buffer: Array) -> tuple[Array, ...]:
+def _replaced(buffers: tuple[Buffer, ...], index: int, buffer: Buffer) -> tuple[Buffer, ...]:
     return (*buffers[:index], buffer, *buffers[index + 1 :])
 
 
@@ -118,7 +158,7 @@ def append_and_attend(
     q, k = apply_rope(q, rotations), apply_rope(k, rotations)
     cache = append(cache, layer, k, v, counts)
     kv_lengths = cache.lengths + counts
-    k_buffer, v_buffer = cache.k[layer], cache.v[layer]
+    k_buffer, v_buffer = (_values(buffer, q.dtype) for buffer in (cache.k[layer], cache.v[layer]))
     kernels = cache.kernels.attention
     return attention(q, k_buffer, v_buffer, cache.lengths, window, kv_lengths=kv_lengths, kernels=kernels), cache
 
@@ -139,11 +179,21 @@ def forget(cache: KVCache, config: LlamaConfig, start: Array, count: Array) -> K
     moved = slots >= start[:, None]  # [B, S]
     source = jnp.where(moved, slots + count[:, None], slots)
 
-    def values(buffer: Array) -> Array:
-        return jax.vmap(lambda row, slots: jnp.take(row, slots, axis=1, mode="clip"))(buffer, source)
+    def moved_up(buffer: Buffer) -> Any:
+        def take(row: Array, slots: Array) -> Array:
+            return jnp.take(row, slots, axis=1, mode="clip")
 
-    def keys(buffer: Array) -> Array:
-        taken = values(buffer)
-        return jnp.where(moved[:, None, :, None], rotate_back(taken, count, config), taken)
+        return jax.tree.map(lambda part: jax.vmap(take)(part, source), buffer)
 
-    return replace(cache, k=tuple(map(keys, cache.k)), v=tuple(map(values, cache.v)), lengths=cache.lengths - count)
+    def keys(buffer: Buffer) -> Buffer:
+        taken = moved_up(buffer)
+        turned = rotate_back(_values(taken, jnp.float32), count, config)
+        turned = quantize_heads(turned) if isinstance(taken, QuantizedHeads) else turned.astype(taken.dtype)
+
+        def choose(new: Array, old: Array) -> Array:
+            return jnp.where(moved.reshape(moved.shape[0], 1, -1, *[1] * (old.ndim - 3)), new, old)
+
+        return jax.tree.map(choose, turned, taken)
+
+    k, v = tuple(map(keys, cache.k)), tuple(map(moved_up, cache.v))
+    return replace(cache, k=k, v=v, lengths=cache.lengths - count)

@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from llama_jax import checks
+from llama_jax.cache import cache_type
 from llama_jax.config import LlamaConfig
 from llama_jax.embeddings import Pooling, embed_texts
 from llama_jax.errors import ArgumentError, shown
@@ -62,7 +63,9 @@ def load(
     n_ctx: int | None = None,
     n_batch: int = 512,
     mesh: Mesh | None = None,
-    packed: bool = False,
+    packed: bool | None = None,
+    cache_type_k: str | None = None,
+    cache_type_v: str | None = None,
     lora: Sequence[LoraSource] = (),
     lora_base: str | os.PathLike[str] | None = None,
     merge_lora: bool = False,
@@ -73,13 +76,14 @@ def load(
     Args:
       path: a GGUF file (any part of a split one), a Hugging Face folder, or "hf:owner/name[:file]", which downloads
         through huggingface-hub. None is the small model that ships with the package.
-      dtype: of weights, activations and cache; None is bfloat16 on a GPU and float32 on a CPU.
+      dtype: of weights and activations; None is bfloat16 on a GPU and float32 on a CPU.
       n_ctx: most tokens per sequence, prompt and answer together. None is the model's own context, at most 4096;
         0 is the model's own.
       n_batch: most prompt tokens in one run of the model.
       mesh: devices to divide the model over, from `llama_jax.tensor_mesh`; None is the default device.
-      packed: keep quantized weights as small as in the file and unpack them as they are multiplied: for a GPU. A CPU is
-        faster with unpacked float32 weights, if they fit.
+      packed: keep quantized weights as small as in the file and unpack them as they are multiplied. None does so on a
+        GPU; a CPU is faster with unpacked float32 weights, if they fit.
+      cache_type_k, cache_type_v: of the KV cache, a name of `llama_jax.CACHE_TYPES`; None is `dtype`.
       lora: adapters to apply, each a path (GGUF, PEFT folder, or the ggla files of 2023) or (path, scale).
       lora_base: a model file to read the weights from that adapters change, where `path` is a quantized one.
       merge_lora: add the adapters into the weights instead of computing with them beside.
@@ -99,6 +103,9 @@ def load(
         dtype = np.dtype(dtype or default_dtype())
     except TypeError:
         raise ArgumentError(f"dtype is {dtype!r}; it must be float32, bfloat16 or float16.") from None
+    cache_dtype = tuple(dtype if name is None else cache_type(name) for name in (cache_type_k, cache_type_v))
+    on_gpu = jax.default_backend() == "gpu"
+    packed = on_gpu if packed is None else packed
     with open_model(resolve_path(path) if path is not None else shipped_model()) as file:
         tokenizer = file.tokenizer()
         adapters = load_adapters(lora, file.config)
@@ -111,10 +118,10 @@ def load(
             params = with_base(params, resolve_path(lora_base), adapters, dtype, place)
         if merge_lora:
             params, adapters = apply_adapters(params, adapters, merge=True), []
-        if mesh is None and jax.default_backend() == "gpu":
+        if mesh is None and on_gpu:
             params = join_projections(params)
         params = apply_adapters(params, adapters)
-        return Llama(file.config, params, tokenizer, n_ctx=n_ctx, n_batch=n_batch, mesh=mesh)
+        return Llama(file.config, params, tokenizer, n_ctx=n_ctx, n_batch=n_batch, cache_dtype=cache_dtype, mesh=mesh)
 
 
 def _with_progress(place: Place, total: int, progress: Callable[[int, int], None]) -> Place:
@@ -153,6 +160,7 @@ class Llama:
         *,
         n_ctx: int | None = None,
         n_batch: int = 512,
+        cache_dtype: DTypeLike | tuple[DTypeLike, ...] | None = None,
         mesh: Mesh | None = None,
     ) -> None:
         n_ctx, n_batch = _checked_limits(n_ctx, n_batch)
@@ -167,6 +175,7 @@ class Llama:
         if self.n_ctx > config.context_length:
             logger.warning("context %d is longer than the model's own, %d", self.n_ctx, config.context_length)
         self.n_batch = n_batch
+        self.cache_dtype = cache_dtype  # see `llama_jax.init_cache`
         self.mesh = mesh
         self.timings = Timings()  # of the latest generation
         self.ending: Ending | None = None  # of the latest generation; None while it runs and after an interrupt
@@ -174,7 +183,15 @@ class Llama:
 
     def new_session(self, batch: int = 1) -> Session:
         """An empty KV cache for `batch` sequences, for programs that work with token ids themselves."""
-        return Session(self.params, self.config, batch=batch, capacity=self.n_ctx, n_batch=self.n_batch, mesh=self.mesh)
+        return Session(
+            self.params,
+            self.config,
+            batch=batch,
+            capacity=self.n_ctx,
+            n_batch=self.n_batch,
+            dtype=self.cache_dtype,
+            mesh=self.mesh,
+        )
 
     @contextlib.contextmanager
     def _session(self) -> Iterator[Session]:

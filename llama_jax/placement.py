@@ -122,7 +122,7 @@ def part_shardings(weight: QuantizedTensor) -> QuantizedTensor:
     return jax.tree.map(lambda _: parts, weight)
 
 
-def place_cache(config: LlamaConfig, batch: int, capacity: int, dtype: np.dtype, mesh: Mesh | None) -> KVCache:
+def place_cache(config: LlamaConfig, batch: int, capacity: int, dtype: Any, mesh: Mesh | None) -> KVCache:
     """An empty cache where the weights of `param_shardings` want it: key/value heads divided over `tensor`.
 
     A divided cache is served by plain operations, which XLA divides; a Pallas kernel sees one device only.

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from llama_jax.cache import KVCache, forget
 from llama_jax.config import LlamaConfig
@@ -120,7 +121,7 @@ class Session:
     Args:
       capacity: S, tokens that each sequence can hold, prompt and answer together.
       n_batch: most prompt tokens per sequence in one run of the model.
-      dtype: of the cache; None takes the embedding's.
+      dtype: of the cache, see `init_cache`; None takes the embedding's.
     """
 
     def __init__(
@@ -131,7 +132,7 @@ class Session:
         capacity: int,
         batch: int = 1,
         n_batch: int = 512,
-        dtype: np.dtype | None = None,
+        dtype: DTypeLike | tuple[DTypeLike, ...] | None = None,
         mesh: Mesh | None = None,
     ) -> None:
         if n_batch < 1:
@@ -146,7 +147,7 @@ class Session:
         self._exact = [capacity] * batch  # from this slot on, a shifted row has seen tokens that are gone
         self.timings = Timings()
         self.logprobs: list[list[TokenLogprobs]] = [[] for _ in range(batch)]  # of the running or latest generation
-        self.cache = place_cache(config, batch, capacity, np.dtype(dtype or params.embedding.dtype), mesh)
+        self.cache = place_cache(config, batch, capacity, dtype or params.embedding.dtype, mesh)
         self._sampler: dict[str, Any] = {}  # where the latest generation's sampling stands
         self._seconds_per_step = _DISPATCH_SECONDS
 

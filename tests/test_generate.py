@@ -220,3 +220,16 @@ def test_sampling_for_other_rows_is_refused():
     tokens, lengths = padded(PROMPTS)
     with pytest.raises(ArgumentError, match="sampling is for 2 rows; there are 3 prompts"):
         generate_tokens(PARAMS, tokens, CONFIG, max_tokens=2, lengths=lengths, sampling=sampling_params(2))
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, (jnp.bfloat16, jnp.int8)])
+def test_a_narrow_cache_changes_the_logits_a_little(dtype):
+    config = tiny_config()
+    params = tiny_params(config)
+    prompts = [list(range(1, 20)), [7, 3, 5]]
+    wide, narrow = (Session(params, config, batch=2, capacity=32, n_batch=8, dtype=each) for each in (None, dtype))
+    expected, logits = wide.prefill(prompts), narrow.prefill(prompts)
+    difference = jnp.linalg.norm(logits - expected) / jnp.linalg.norm(expected)
+    assert 0 < difference < 0.02
+    shorter = [sum(leaf.nbytes for leaf in jax.tree.leaves(session.cache.k)) for session in (narrow, wide)]
+    assert shorter[0] <= shorter[1] * (0.5 if isinstance(dtype, tuple) else 0.25 + 1 / config.head_dim)

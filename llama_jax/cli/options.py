@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from llama_jax.prompt_cache import PromptCache
 
 _MOST_TEXT = 1 << 28  # bytes; more would be tokenized for minutes
+CACHE_TYPES = ("f32", "f16", "bf16", "q8_0")
 _DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 
 
@@ -42,9 +43,13 @@ def add_model_options(
         "-b", "--batch-size", type=int, default=512, metavar="N", help="prompt tokens a run; default 512"
     )
     parser.add_argument(
-        "--packed", action="store_true", help="keep quantized weights as small as in the file (for a GPU)"
+        "--packed",
+        action=argparse.BooleanOptionalAction,
+        help="keep quantized weights as small as in the file; default: on a GPU",
     )
-    parser.add_argument("--dtype", choices=_DTYPES, help="of weights and cache; default: bf16 on a GPU, f32 on a CPU")
+    parser.add_argument("--dtype", choices=_DTYPES, help="of weights; default: bf16 on a GPU, f32 on a CPU")
+    for flag, name, what in (("-ctk", "--cache-type-k", "keys"), ("-ctv", "--cache-type-v", "values")):
+        parser.add_argument(flag, name, choices=CACHE_TYPES, help=f"of the cached {what}; default: as --dtype")
     add_lora_options(parser)
 
 
@@ -257,6 +262,8 @@ def load_model(arguments: argparse.Namespace) -> tuple[Llama, float]:
             n_ctx=arguments.ctx_size,
             n_batch=arguments.batch_size,
             packed=arguments.packed,
+            cache_type_k=arguments.cache_type_k,
+            cache_type_v=arguments.cache_type_v,
             **lora_options(arguments),
             progress=update,
         )

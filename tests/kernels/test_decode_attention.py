@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from llama_jax import append_and_attend, init_cache
 from llama_jax.kernels.decode_attention import decode_attention, decode_attention_reference, split_count
+from llama_jax.quantization.heads import QuantizedHeads, quantize_heads
 from llama_jax.rope import apply_rope
 from tests.kernels.lowering import lower_for_h200
 from tests.tiny import tiny_config
@@ -16,14 +17,16 @@ from tests.tiny import tiny_config
 ON_GPU = jax.default_backend() == "gpu"
 
 
-def inputs(seed: int, B: int, H: int, K: int, S: int, E: int, dtype=jnp.float32):
+def inputs(seed: int, B: int, H: int, K: int, S: int, E: int, dtype=jnp.float32, quantized=()):
+    """Queries, new keys and values, caches (those of the places in `quantized` as bytes), lengths."""
     rng = np.random.default_rng(seed)
 
     def random(*shape: int) -> jax.Array:
         return jnp.asarray(rng.standard_normal(shape), dtype)
 
     lengths = jnp.asarray(rng.integers(0, S, B), jnp.int32)
-    return random(B, H, E), random(B, K, E), random(B, K, E), random(B, K, S, E), random(B, K, S, E), lengths
+    arrays = [random(B, H, E), random(B, K, E), random(B, K, E), random(B, K, S, E), random(B, K, S, E), lengths]
+    return [quantize_heads(array) if place in quantized else array for place, array in enumerate(arrays)]
 
 
 def rotations_of(lengths: jax.Array, E: int) -> tuple[jax.Array, jax.Array]:
@@ -36,13 +39,16 @@ def check(arrays, counts, window, tolerance, **options):
     kernel = jax.jit(lambda *a: decode_attention(*a, window, interpret=not ON_GPU, **options))
     rotations = rotations_of(arrays[-1], arrays[0].shape[-1])
     out, k, v = kernel(*arrays, counts, rotations)
-    exact = [a.astype(jnp.float32) if a.dtype != jnp.int32 else a for a in arrays]
+    exact = [a.astype(jnp.float32) if getattr(a, "dtype", jnp.int32) != jnp.int32 else a for a in arrays]
     expected, expected_k, expected_v = decode_attention_reference(*exact, counts, rotations, window)
     running = np.asarray(counts > 0)
     error = np.linalg.norm(np.asarray(out, np.float32)[running] - expected[running])
     assert error <= tolerance * np.linalg.norm(expected[running])
-    np.testing.assert_allclose(np.asarray(k, np.float32), expected_k, rtol=tolerance, atol=tolerance)
-    np.testing.assert_array_equal(np.asarray(v, np.float32), expected_v)
+    for got, wanted in ((k, expected_k), (v, expected_v)):
+        quantized = isinstance(got, QuantizedHeads)
+        got, wanted = (x.values(jnp.float32) if quantized else np.asarray(x, np.float32) for x in (got, wanted))
+        allowed = 0.04 if quantized else tolerance  # a code more or less where a number lies between two
+        np.testing.assert_allclose(got, wanted, rtol=tolerance, atol=allowed)
 
 
 @settings(deadline=None, max_examples=15)
@@ -54,10 +60,20 @@ def check(arrays, counts, window, tolerance, **options):
     E=st.sampled_from([16, 64, 80, 96, 128]),
     window=st.one_of(st.none(), st.integers(1, 40)),
     n_splits=st.sampled_from([None, 1, 2, 8]),
+    quantized=st.sampled_from([(), (3,), (4,), (3, 4)]),
 )
-def test_equals_the_reference(seed, B, heads, S, E, window, n_splits):
-    arrays = inputs(seed, B, *heads, S, E)
-    check(arrays, jnp.ones(B, jnp.int32), window, 1e-5, n_splits=n_splits, block=16)
+def test_equals_the_reference(seed, B, heads, S, E, window, n_splits, quantized):
+    arrays = inputs(seed, B, *heads, S, E, quantized=quantized)
+    check(arrays, jnp.ones(B, jnp.int32), window, 1e-3 if quantized else 1e-5, n_splits=n_splits, block=16)
+
+
+def test_heads_are_kept_within_half_a_scale():
+    x = jax.random.normal(jax.random.key(0), (5, 3, 64)) * jnp.asarray([0.0, 1e-20, 1.0, 7.0, 1e20])[:, None, None]
+    quantized = quantize_heads(x)
+    assert quantized.codes.dtype == jnp.int8
+    error = np.abs(np.asarray(quantized.values(jnp.float32), np.float64) - np.asarray(x, np.float64)).max(-1)
+    np.testing.assert_array_less(error, 0.5001 * np.abs(np.asarray(x, np.float64)).max(-1) / 127 + 1e-38)
+    np.testing.assert_array_equal(quantized.values(jnp.float32)[0], 0)
 
 
 def test_a_row_that_is_done_or_full_writes_nothing():
@@ -116,14 +132,18 @@ def test_compiled_for_the_gpu(dtype, shape, window):
     tolerance = 1e-5 if dtype == jnp.float32 else 1e-2
     for seed in range(3):
         check(inputs(seed, *shape, dtype), jnp.ones(B, jnp.int32), window, tolerance)
+    check(inputs(3, *shape, dtype, quantized=(3, 4)), jnp.ones(B, jnp.int32), window, max(tolerance, 1e-3))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("E", [64, 80, 128])
 @pytest.mark.parametrize("window", [None, 100])
-def test_lowers_for_an_h200(dtype, E, window):
+@pytest.mark.parametrize("quantized", [False, True])
+def test_lowers_for_an_h200(dtype, E, window, quantized):
     heads = [jax.ShapeDtypeStruct(shape, dtype) for shape in ((2, 9, E), (2, 3, E), (2, 3, E))]
-    caches = [jax.ShapeDtypeStruct((2, 3, 500, E), dtype)] * 2
+    caches: list = [jax.ShapeDtypeStruct((2, 3, 500, E), dtype)] * 2
+    if quantized:
+        caches = [jax.eval_shape(quantize_heads, caches[0])] * 2
     rows = [jax.ShapeDtypeStruct((2,), jnp.int32)] * 2
     angles = (jax.ShapeDtypeStruct((2, 1, E // 2), jnp.float32),) * 2
     text = lower_for_h200(lambda *a: decode_attention(*a[:-2], a[-2:], window), *heads, *caches, *rows, *angles)
