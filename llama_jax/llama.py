@@ -181,17 +181,16 @@ class Llama:
         self.ending: Ending | None = None  # of the latest generation; None while it runs and after an interrupt
         self._idle_sessions: deque[Session] = deque(maxlen=1)
 
-    def new_session(self, batch: int = 1) -> Session:
-        """An empty KV cache for `batch` sequences, for programs that work with token ids themselves."""
-        return Session(
-            self.params,
-            self.config,
-            batch=batch,
-            capacity=self.n_ctx,
-            n_batch=self.n_batch,
-            dtype=self.cache_dtype,
-            mesh=self.mesh,
+    def new_session(self, batch: int = 1, **options: Any) -> Session:
+        """An empty KV cache for `batch` sequences, for programs that work with token ids themselves.
+
+        Args:
+          **options: of `Session`, where they are not to be the model's own: capacity, n_batch, dtype.
+        """
+        own: dict[str, Any] = dict(
+            batch=batch, capacity=self.n_ctx, n_batch=self.n_batch, dtype=self.cache_dtype, mesh=self.mesh
         )
+        return Session(self.params, self.config, **own | options)
 
     @contextlib.contextmanager
     def _session(self) -> Iterator[Session]:

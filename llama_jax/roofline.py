@@ -61,3 +61,20 @@ def decode_bytes(params: Params, config: LlamaConfig, tokens: float, cache_items
     if params.output_head is not None:
         weights -= sum(leaf.nbytes for leaf in jax.tree.leaves(params.embedding))
     return weights + tokens * config.kv_bytes_per_token(cache_itemsize)
+
+
+def prompt_operations(config: LlamaConfig, tokens: int, start: int = 0) -> float:
+    """Multiplications and additions of running `tokens` tokens behind `start` others, without the output head.
+
+    Two for each weight and token, and causal attention: two products, of the query with each key and of its weight with
+    each value.
+    """
+    heads = 1 if config.tied_embeddings else 2
+    weights = config.n_parameters - heads * config.vocab_size * config.d_model
+    pairs = tokens * start + tokens * tokens / 2
+    return 2 * weights * tokens + 4 * pairs * config.n_heads * config.head_dim * config.n_layers
+
+
+def unembedding_operations(config: LlamaConfig) -> float:
+    """Multiplications and additions of the logits of one position."""
+    return 2 * config.vocab_size * config.d_model

@@ -21,14 +21,7 @@ from llama_jax import PRESETS, init_cache
 from llama_jax.config import LlamaConfig
 from llama_jax.generate import prefill
 from llama_jax.model import Params
-from llama_jax.roofline import peak_operations
-
-
-def operations(config: LlamaConfig, tokens: int) -> float:
-    """Multiplications and additions of a prompt: two per weight and token, and causal attention; one unembedding."""
-    weights = config.n_parameters - config.vocab_size * config.d_model * (1 if config.tied_embeddings else 2)
-    attention = 2 * tokens * tokens * config.n_heads * config.head_dim * config.n_layers
-    return 2 * weights * tokens + attention
+from llama_jax.roofline import peak_operations, prompt_operations
 
 
 def bench(params: Params, config: LlamaConfig, tokens: int, chunk: int, repeats: int) -> dict[str, Any]:
@@ -51,7 +44,7 @@ def bench(params: Params, config: LlamaConfig, tokens: int, chunk: int, repeats:
 
     memory = compiled.memory_analysis()
     seconds = benchmark.median_seconds(run, repeats)
-    rate = operations(config, tokens) / seconds
+    rate = prompt_operations(config, tokens) / seconds
     peak = peak_operations()
     return dict(
         tokens=tokens,

@@ -23,6 +23,7 @@ COMMANDS = {
     "detokenize": "show the text of token ids",
     "info": "show what a model file holds, without loading its weights",
     "perplexity": "score a text",
+    "bench": "time prompts and new tokens",
 }
 
 

@@ -42,6 +42,11 @@ def add_model_options(
     parser.add_argument(
         "-b", "--batch-size", type=int, default=512, metavar="N", help="prompt tokens a run; default 512"
     )
+    add_weight_options(parser)
+
+
+def add_weight_options(parser: argparse.ArgumentParser) -> None:
+    """How weights are kept and what changes them."""
     parser.add_argument(
         "--packed",
         action=argparse.BooleanOptionalAction,
