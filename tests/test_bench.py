@@ -118,6 +118,7 @@ def test_the_table(command):
     head, rule, *lines, empty, build = out.splitlines()
     assert head == ("| model | size | params | backend | n_batch | test | t/s | GB/s | TFLOP/s | of the limit |")
     assert rule.count("---") == 10
+    assert all(line.startswith("| llama 0.0M float32 | 0.0") for line in lines)
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert [(row[4], row[5]) for row in cells] == [
         ("8", "pp16"), ("8", "tg4"), ("8", "pp8+tg2"), ("16", "pp16"), ("16", "tg4"), ("16", "pp8+tg2"),

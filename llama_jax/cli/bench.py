@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import collections
 import csv
 import datetime
 import json
@@ -78,7 +79,10 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.repetitions < 1:
         raise ArgumentError(f"-r is {arguments.repetitions}; it must be at least 1.")
     needed = dict(
-        ctx_size=max(test.capacity for test in tests), batch_size=max(min(b, u) for b in batches for u in ubatches)
+        ctx_size=max(test.capacity for test in tests),
+        batch_size=max(min(b, u) for b in batches for u in ubatches),
+        cache_type_k=None,
+        cache_type_v=None,
     )
     model, _ = options.load_model(argparse.Namespace(**vars(arguments) | needed))
     common = _facts(model, arguments)
@@ -111,7 +115,6 @@ def _facts(model: Llama, arguments: argparse.Namespace) -> dict[str, Any]:
     on_cpu = device.platform == "cpu"
     count = model.config.n_parameters
     label = f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.1f}M"
-    dtype = f"{model.params.embedding.dtype}"
     return {
         "build_version": __version__,
         "jax_version": jax.__version__,
@@ -120,10 +123,22 @@ def _facts(model: Llama, arguments: argparse.Namespace) -> dict[str, Any]:
         "backends": "CPU" if on_cpu else device.platform.upper(),
         "devices": jax.device_count() if model.mesh is not None else 1,
         "model_filename": str(path),
-        "model_type": f"llama {label} {'packed' if arguments.packed else dtype}",
+        "model_type": f"llama {label} {_weight_type(model)}",
         "model_size": sum(leaf.nbytes for leaf in jax.tree.leaves(model.params)),
         "model_n_params": count,
     }
+
+
+def _weight_type(model: Llama) -> str:
+    """What most of the weights' bytes are: the type of packed ones, the dtype of others."""
+    import jax
+
+    from llama_jax.quantization import QuantizedTensor
+
+    sizes = collections.Counter[str]()
+    for leaf in jax.tree.leaves(model.params, is_leaf=lambda leaf: isinstance(leaf, QuantizedTensor)):
+        sizes[leaf.type_name if isinstance(leaf, QuantizedTensor) else leaf.dtype.name] += leaf.nbytes
+    return sizes.most_common(1)[0][0]
 
 
 def _row(result: BenchResult) -> dict[str, Any]:

@@ -42,6 +42,8 @@ def add_model_options(
     parser.add_argument(
         "-b", "--batch-size", type=int, default=512, metavar="N", help="prompt tokens a run; default 512"
     )
+    for flag, name, what in (("-ctk", "--cache-type-k", "keys"), ("-ctv", "--cache-type-v", "values")):
+        parser.add_argument(flag, name, choices=CACHE_TYPES, help=f"of the cached {what}; default: as --dtype")
     add_weight_options(parser)
 
 
@@ -53,8 +55,6 @@ def add_weight_options(parser: argparse.ArgumentParser) -> None:
         help="keep quantized weights as small as in the file; default: on a GPU",
     )
     parser.add_argument("--dtype", choices=_DTYPES, help="of weights; default: bf16 on a GPU, f32 on a CPU")
-    for flag, name, what in (("-ctk", "--cache-type-k", "keys"), ("-ctv", "--cache-type-v", "values")):
-        parser.add_argument(flag, name, choices=CACHE_TYPES, help=f"of the cached {what}; default: as --dtype")
     add_lora_options(parser)
 
 
