@@ -38,13 +38,11 @@ class Kernels:
 
 XLA = Kernels()
 TRITON = Kernels("triton", "triton", "triton")
-# The flash attention kernels are used on request until their results have been compared on a GPU.
-MEASURED = Kernels(decode_attention="triton", attention="xla", packed_products="triton")
 
 
 @functools.cache
 def default_kernels() -> Kernels:
-    """What serves the default device: what has been measured to be good on an NVIDIA GPU, plain operations elsewhere.
+    """What serves the default device: Pallas kernels on an NVIDIA GPU, plain operations elsewhere.
 
     The environment variable LLAMA_JAX_KERNELS asks for "triton" or "xla" for everything; Triton kernels need compute
     capability 8.0 or later.
@@ -63,7 +61,7 @@ def default_kernels() -> Kernels:
             f"{VARIABLE} asks for 'triton', which needs an NVIDIA GPU of compute capability {_TRITON_CAPABILITY} or "
             f"later; this is {device.device_kind}. Use auto or xla."
         )
-    chosen = {"xla": XLA, "triton": TRITON, "auto": MEASURED if able else XLA}[asked]
+    chosen = {"xla": XLA, "triton": TRITON, "auto": TRITON if able else XLA}[asked]
     reason = f"{VARIABLE}={asked}" if asked != "auto" else f"{device.device_kind}, compute capability {capability}"
     logger.info(
         "decode attention: %s; prompt attention: %s; products with packed weights: %s (%s)",

@@ -42,7 +42,7 @@ class FakeGPU:
 @pytest.mark.parametrize(
     ("capability", "asked", "expected"),
     [
-        ("9.0", "auto", backend.MEASURED),
+        ("9.0", "auto", backend.TRITON),
         ("8.0", "triton", backend.TRITON),
         ("9.0", "xla", backend.XLA),
         ("7.5", "auto", backend.XLA),
