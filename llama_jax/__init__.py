@@ -21,7 +21,10 @@ if TYPE_CHECKING:
     from llama_jax.losses import loss, summed_loss, token_losses
     from llama_jax.memory_test import memory_test
     from llama_jax.model import Layer, Params, by_path, forward, hidden_states, init_params, parameter_specs, unembed
-    from llama_jax.placement import param_shardings, place_cache, place_params, tensor_mesh
+    from llama_jax.placement.devices import MemoryReport, memory_report
+    from llama_jax.placement.distributed import start_hosts
+    from llama_jax.placement.plan import Placement, Plan, plan
+    from llama_jax.placement.sharding import device_mesh, param_shardings, place_cache, place_params, tensor_mesh
     from llama_jax.prompt_cache import PromptCache
     from llama_jax.sampling.chain import distribution, sample
     from llama_jax.sampling.logprobs import Logprobs, log_probabilities
@@ -49,7 +52,10 @@ _PUBLIC = {
     "losses": ("loss", "summed_loss", "token_losses"),
     "memory_test": ("memory_test",),
     "model": ("Layer", "Params", "by_path", "forward", "hidden_states", "init_params", "parameter_specs", "unembed"),
-    "placement": ("param_shardings", "place_cache", "place_params", "tensor_mesh"),
+    "placement.devices": ("MemoryReport", "memory_report"),
+    "placement.distributed": ("start_hosts",),
+    "placement.plan": ("Placement", "Plan", "plan"),
+    "placement.sharding": ("device_mesh", "param_shardings", "place_cache", "place_params", "tensor_mesh"),
     "prompt_cache": ("PromptCache",),
     "sampling.chain": ("distribution", "sample"),
     "sampling.logprobs": ("Logprobs", "log_probabilities"),

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import Array
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from llama_jax.config import LlamaConfig
@@ -21,6 +22,7 @@ from llama_jax.errors import ArgumentError
 from llama_jax.kernels.attention import attention
 from llama_jax.kernels.backend import XLA, Kernels, default_kernels
 from llama_jax.kernels.decode_attention import decode_attention
+from llama_jax.offload import back_home, map_through_device, to_device
 from llama_jax.quantization.heads import QuantizedHeads, quantize_heads
 from llama_jax.rope import apply_rope, rotate_back
 
@@ -34,13 +36,17 @@ class KVCache:
 
     A buffer is an array or, where the cache is quantized, `QuantizedHeads`.
 
-    `kernels` names what serves attention, see `llama_jax.kernels.backend`.
+    `kernels` names what serves attention, see `llama_jax.kernels.backend`. `stages` holds the first layer of each
+    stretch that has a device of its own, see `llama_jax.stages`; it is empty where one program sees all layers.
+    `sharding` says how a mesh divides [B, K, ...]; None on one device.
     """
 
     k: tuple[Buffer, ...]
     v: tuple[Buffer, ...]
     lengths: Array
     kernels: Kernels = struct.field(pytree_node=False, default=XLA)
+    stages: tuple[int, ...] = struct.field(pytree_node=False, default=())
+    sharding: NamedSharding | None = struct.field(pytree_node=False, default=None)
 
     @property
     def capacity(self) -> int:
@@ -149,6 +155,8 @@ def append_and_attend(
       out: [B, T, H, E], meaningless where nothing was appended.
       cache: with `lengths` unchanged.
     """
+    if cache.sharding is not None:
+        return _on_each_device(cache, layer, q, k, v, rotations, counts, window)
     if cache.kernels.decode_attention == "triton" and q.shape[1] == 1:
         out, k_buffer, v_buffer = decode_attention(
             q[:, 0], k[:, 0], v[:, 0], cache.k[layer], cache.v[layer], cache.lengths, counts, rotations, window
@@ -161,6 +169,66 @@ def append_and_attend(
     k_buffer, v_buffer = (_values(buffer, q.dtype) for buffer in (cache.k[layer], cache.v[layer]))
     kernels = cache.kernels.attention
     return attention(q, k_buffer, v_buffer, cache.lengths, window, kv_lengths=kv_lengths, kernels=kernels), cache
+
+
+def fetch_layer(cache: KVCache | None, layer: int, after: Array) -> KVCache | None:
+    """`cache` with a layer's buffers on the device: those in host memory are brought there once `after` is computed."""
+    if cache is None:
+        return None
+    k, v = to_device((cache.k[layer], cache.v[layer]), after)
+    return replace(cache, k=_replaced(cache.k, layer, k), v=_replaced(cache.v, layer, v))
+
+
+def return_layer(cache: KVCache | None, layer: int, home: KVCache | None) -> KVCache | None:
+    """`cache` with a layer's buffers in host memory again where those of `home` are there."""
+    if cache is None or home is None:
+        return cache
+    k, v = back_home((cache.k[layer], cache.v[layer]), (home.k[layer], home.v[layer]))
+    return replace(cache, k=_replaced(cache.k, layer, k), v=_replaced(cache.v, layer, v))
+
+
+def _on_each_device(
+    cache: KVCache,
+    layer: int,
+    q: Array,
+    k: Array,
+    v: Array,
+    rotations: tuple[Array, Array],
+    counts: Array,
+    window: int | None,
+) -> tuple[Array, KVCache]:
+    """`append_and_attend` where a mesh divides the cache: rows and heads have nothing to do with each other.
+
+    Left to itself, XLA would gather keys, values and slots for the scatter into the buffers.
+    """
+    assert cache.sharding is not None
+    mesh, (batch, heads) = cache.sharding.mesh, cache.sharding.spec
+    by_token, by_row = PartitionSpec(batch, None, heads), PartitionSpec(batch)
+    buffers = replace(cache, k=(cache.k[layer],), v=(cache.v[layer],), sharding=None)
+    specs = replace(buffers, k=cache.sharding.spec, v=cache.sharding.spec, lengths=by_row)
+
+    def attend(cache: KVCache, q: Array, k: Array, v: Array, rotations: tuple[Array, Array], counts: Array) -> Any:
+        return append_and_attend(cache, 0, q, k, v, rotations, counts, window)
+
+    out, new = jax.shard_map(
+        attend,
+        mesh=mesh,
+        in_specs=(specs, by_token, by_token, by_token, by_row, by_row),
+        out_specs=(by_token, specs),
+        check_vma=False,
+    )(buffers, q, k, v, rotations, counts)
+    return out, replace(cache, k=_replaced(cache.k, layer, new.k[0]), v=_replaced(cache.v, layer, new.v[0]))
+
+
+def gather_logits(cache: KVCache, logits: Array) -> Array:
+    """`logits` [B, V] whole on each device of the mesh that divides the cache, where sampling then needs no other."""
+    if cache.sharding is None:
+        return logits
+    mesh, (batch, _) = cache.sharding.mesh, cache.sharding.spec
+    n = mesh.shape.get("tensor", 1)
+    if n > 1 and logits.shape[1] % n == 0:  # else XLA would gather the output head instead of its product
+        logits = jax.lax.with_sharding_constraint(logits, NamedSharding(mesh, PartitionSpec(batch, "tensor")))
+    return jax.lax.with_sharding_constraint(logits, NamedSharding(mesh, PartitionSpec()))
 
 
 def advance(cache: KVCache, counts: Array) -> KVCache:
@@ -195,5 +263,5 @@ def forget(cache: KVCache, config: LlamaConfig, start: Array, count: Array) -> K
 
         return jax.tree.map(choose, turned, taken)
 
-    k, v = tuple(map(keys, cache.k)), tuple(map(moved_up, cache.v))
+    k, v = map_through_device(keys, cache.k, count), map_through_device(moved_up, cache.v, count)
     return replace(cache, k=k, v=v, lengths=cache.lengths - count)

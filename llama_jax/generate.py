@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import Array
 
-from llama_jax.cache import KVCache, forget, init_cache
+from llama_jax.cache import KVCache, forget, gather_logits, init_cache
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ArgumentError
 from llama_jax.model import Params, hidden_states, unembed
@@ -52,7 +52,8 @@ def prefill(params: Params, tokens: Array, config: LlamaConfig, cache: KVCache, 
     x, new_cache = hidden_states(params, tokens, config, cache, counts)
     assert new_cache is not None
     last = jnp.maximum(counts - 1, 0)[:, None, None]
-    return unembed(params, jnp.take_along_axis(x, last, axis=1)[:, 0]), new_cache
+    logits = unembed(params, jnp.take_along_axis(x, last, axis=1)[:, 0])
+    return gather_logits(new_cache, logits), new_cache
 
 
 def start_decoding(

@@ -13,6 +13,7 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from llama_jax.kernels.quantized_matmul import quantized_matmul
+from llama_jax.offload import on_host
 from llama_jax.quantization.packed import QuantizedTensor, take_rows
 
 
@@ -70,7 +71,9 @@ def join(*weights: Any) -> list[Any]:
 
 
 def _kind(weight: Any) -> Any:
-    """Equal for weights that `join` may lay behind each other."""
+    """Equal for weights that `join` may lay behind each other: those on a device."""
+    if any(isinstance(leaf, Array) and on_host(leaf) for leaf in jax.tree.leaves(weight)):
+        return object()
     if isinstance(weight, QuantizedTensor):
         return weight.type_name, weight.dtype, weight.shape[1:]
     return (weight.dtype, weight.shape[1:]) if isinstance(weight, Array) else object()

@@ -23,7 +23,20 @@ from llama_jax.config import LlamaConfig
 from llama_jax.embeddings import Pooling, embed_texts
 from llama_jax.errors import ArgumentError, shown
 from llama_jax.model import Params, join_projections
-from llama_jax.placement import Place, check_devices, default_dtype, place_params
+from llama_jax.placement import (
+    Place,
+    Placement,
+    Plan,
+    check_devices,
+    default_dtype,
+    memory_report,
+    memory_sizes,
+    place_params,
+    plan_mesh,
+    resolve,
+    sharding_notes,
+    with_vocabulary,
+)
 from llama_jax.prompt_cache import PromptCache, Snapshot
 from llama_jax.sampling import SamplingParams, sampling_params
 from llama_jax.session import Session, Timings, check_prompt
@@ -32,6 +45,7 @@ from llama_jax.text.detokenize import StreamDetokenizer
 
 if TYPE_CHECKING:
     from llama_jax.adapters import LoraSource
+    from llama_jax.placement.devices import MemoryReport
     from llama_jax.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -50,6 +64,11 @@ def default_context(config: LlamaConfig) -> int:
     return min(config.context_length, DEFAULT_CONTEXT)
 
 
+def _context(config: LlamaConfig, n_ctx: int | None) -> int:
+    """Tokens per sequence: the user's number, the model's own for 0, the default for None."""
+    return default_context(config) if n_ctx is None else n_ctx or config.context_length
+
+
 def _checked_limits(n_ctx: Any, n_batch: Any) -> tuple[int | None, int]:
     if n_ctx is not None:
         n_ctx = checks.integer("n_ctx", n_ctx, 0, allowed=f"an integer from 0 (the model's own) to {checks.MOST}")
@@ -63,6 +82,7 @@ def load(
     n_ctx: int | None = None,
     n_batch: int = 512,
     mesh: Mesh | None = None,
+    placement: Placement | None = None,
     packed: bool | None = None,
     cache_type_k: str | None = None,
     cache_type_v: str | None = None,
@@ -80,7 +100,9 @@ def load(
       n_ctx: most tokens per sequence, prompt and answer together. None is the model's own context, at most 4096;
         0 is the model's own.
       n_batch: most prompt tokens in one run of the model.
-      mesh: devices to divide the model over, from `llama_jax.tensor_mesh`; None is the default device.
+      mesh: devices to divide the model over, from `llama_jax.tensor_mesh` or `device_mesh`; None leaves it to
+        `placement`.
+      placement: what lives on which GPU and what stays in host memory; None puts everything on all GPUs.
       packed: keep quantized weights as small as in the file and unpack them as they are multiplied. None does so on a
         GPU; a CPU is faster with unpacked float32 weights, if they fit.
       cache_type_k, cache_type_v: of the KV cache, a name of `llama_jax.CACHE_TYPES`; None is `dtype`.
@@ -95,9 +117,11 @@ def load(
     """
     from llama_jax.adapters import apply_adapters, load_adapters, with_base
     from llama_jax.formats.hub import resolve_path
-    from llama_jax.formats.load import load_params, loaded_bytes, open_model
+    from llama_jax.formats.load import load_params, open_model, weight_bytes
 
     n_ctx, n_batch = _checked_limits(n_ctx, n_batch)
+    if mesh is not None and placement is not None:
+        raise ArgumentError("mesh and placement were both given; give one of them.")
     check_devices()
     try:
         dtype = np.dtype(dtype or default_dtype())
@@ -108,12 +132,19 @@ def load(
     packed = on_gpu if packed is None else packed
     with open_model(resolve_path(path) if path is not None else shipped_model()) as file:
         tokenizer = file.tokenizer()
-        adapters = load_adapters(lora, file.config)
-        place = place_params(file.config, mesh)
+        config, sizes, plan = file.config, weight_bytes(file, dtype, packed), None
+        adapters = load_adapters(lora, config)
+        if mesh is None:
+            needs = memory_sizes(config, sizes, n_ctx=_context(config, n_ctx), n_batch=n_batch, itemsize=dtype.itemsize)
+            plan = resolve(placement or Placement(), config.n_layers, needs)
+            mesh, n_batch = plan_mesh(plan), plan.batch_size(n_batch)
+        for note in sharding_notes(config, mesh):
+            logger.info("%s", note)
+        place = place_params(config, mesh, plan, pad_vocabulary=True)
         counted = place
         if progress is not None:
-            counted = _with_progress(place, loaded_bytes(file, dtype, packed), progress)
-        params = load_params(file, dtype, counted, packed=packed)
+            counted = _with_progress(place, sum(sizes.values()), progress)
+        params = with_vocabulary(load_params(file, dtype, counted, packed=packed), config)
         if lora_base is not None:
             params = with_base(params, resolve_path(lora_base), adapters, dtype, place)
         if merge_lora:
@@ -121,7 +152,9 @@ def load(
         if mesh is None and on_gpu:
             params = join_projections(params)
         params = apply_adapters(params, adapters)
-        return Llama(file.config, params, tokenizer, n_ctx=n_ctx, n_batch=n_batch, cache_dtype=cache_dtype, mesh=mesh)
+        return Llama(
+            config, params, tokenizer, n_ctx=n_ctx, n_batch=n_batch, cache_dtype=cache_dtype, mesh=mesh, plan=plan
+        )
 
 
 def _with_progress(place: Place, total: int, progress: Callable[[int, int], None]) -> Place:
@@ -162,6 +195,7 @@ class Llama:
         n_batch: int = 512,
         cache_dtype: DTypeLike | tuple[DTypeLike, ...] | None = None,
         mesh: Mesh | None = None,
+        plan: Plan | None = None,
     ) -> None:
         n_ctx, n_batch = _checked_limits(n_ctx, n_batch)
         if tokenizer.vocab_size > config.vocab_size:
@@ -171,12 +205,13 @@ class Llama:
         self.config = config
         self.params = params
         self.tokenizer = tokenizer
-        self.n_ctx = default_context(config) if n_ctx is None else n_ctx or config.context_length
+        self.n_ctx = _context(config, n_ctx)
         if self.n_ctx > config.context_length:
             logger.warning("context %d is longer than the model's own, %d", self.n_ctx, config.context_length)
         self.n_batch = n_batch
         self.cache_dtype = cache_dtype  # see `llama_jax.init_cache`
         self.mesh = mesh
+        self.plan = plan
         self.timings = Timings()  # of the latest generation
         self.ending: Ending | None = None  # of the latest generation; None while it runs and after an interrupt
         self._idle_sessions: deque[Session] = deque(maxlen=1)
@@ -188,7 +223,12 @@ class Llama:
           **options: of `Session`, where they are not to be the model's own: capacity, n_batch, dtype.
         """
         own: dict[str, Any] = dict(
-            batch=batch, capacity=self.n_ctx, n_batch=self.n_batch, dtype=self.cache_dtype, mesh=self.mesh
+            batch=batch,
+            capacity=self.n_ctx,
+            n_batch=self.n_batch,
+            dtype=self.cache_dtype,
+            mesh=self.mesh,
+            plan=self.plan,
         )
         return Session(self.params, self.config, **own | options)
 
@@ -238,6 +278,11 @@ class Llama:
         with self._session() as session:
             ids = self.tokenize_prompt(prompt)
             session.warm_up(self.sampling(**options), longest_prompt=len(ids), eos_ids=self.tokenizer.eog_ids)
+
+    def memory_report(self) -> MemoryReport:
+        """Bytes on the devices and in host memory; temporaries are those of what `warm_up` has compiled."""
+        with self._session() as session:
+            return memory_report(self.params, session.cache, session.temporary_bytes)
 
     def stream(
         self,

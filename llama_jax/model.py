@@ -19,11 +19,12 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from llama_jax.cache import KVCache, advance, append_and_attend
+from llama_jax.cache import KVCache, advance, append_and_attend, fetch_layer, return_layer
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ArgumentError
 from llama_jax.kernels.attention import SelfAttention, self_attention
 from llama_jax.linear import embed, join, linear, linears
+from llama_jax.offload import to_device
 from llama_jax.rope import apply_rope, rope_rotations
 
 Remat = Literal["none", "products", "block"]
@@ -50,12 +51,16 @@ class Layer:
 
 @struct.dataclass
 class Params:
-    """All weights of a model. `output_head` is None where the embedding serves as the head."""
+    """All weights of a model. `output_head` is None where the embedding serves as the head.
+
+    `vocab_size` is V where further rows of zeros pad [V, D] so that devices share it evenly, else None.
+    """
 
     embedding: Any  # [V, D]
     layers: tuple[Layer, ...]  # L of them
     output_norm: Any  # [D]
     output_head: Any  # [V, D]
+    vocab_size: int | None = struct.field(pytree_node=False, default=None)
 
 
 class ParameterSpec(NamedTuple):
@@ -248,22 +253,48 @@ def hidden_states(
     rotations = rope_rotations(positions, config)
     x = embed(tokens, params.embedding)
     x = x if dtype is None else x.astype(dtype)
-    for index, layer in enumerate(params.layers):
+    x, cache = blocks(params.layers, x, rotations, config, cache, counts, segments, kernels=kernels, remat=remat)
+    x = rms_norm(x, params.output_norm, config.norm_epsilon)
+    return x, None if cache is None else advance(cache, counts)
+
+
+def blocks(
+    layers: tuple[Layer, ...],
+    x: Array,
+    rotations: tuple[Array, Array],
+    config: LlamaConfig,
+    cache: KVCache | None,
+    counts: Array,
+    segments: Array | None = None,
+    *,
+    kernels: SelfAttention = "xla",
+    remat: Remat = "none",
+) -> tuple[Array, KVCache | None]:
+    """The residual stream `x` [B, T, D] through consecutive layers, whose keys and values `cache` holds.
+
+    Weights and caches in host memory arrive while the layer before is computed, see `llama_jax.offload`. The other
+    arguments are as in `hidden_states`.
+    """
+    earlier = x
+    for index, layer in enumerate(layers):
         block = functools.partial(_block, config=config, index=index, kernels=kernels)
         if remat != "none":
             policy = jax.checkpoint_policies.save_only_these_names(*_PRODUCTS) if remat == "products" else None
             block = jax.checkpoint(block, policy=policy)
         with jax.named_scope(f"layer_{index}"):
+            home = cache
+            layer, cache = to_device(layer, earlier), fetch_layer(cache, index, earlier)
+            earlier = x
             x, cache = block(layer, x, rotations, cache, counts, segments)
-    x = rms_norm(x, params.output_norm, config.norm_epsilon)
-    return x, None if cache is None else advance(cache, counts)
+            cache = return_layer(cache, index, home)
+    return x, cache
 
 
 def unembed(params: Params, x: Array) -> Array:
     """Logits [..., V] float32 of the hidden states `x` [..., D]."""
     head = params.embedding if params.output_head is None else params.output_head
     with jax.named_scope("output_head"):
-        return linear(x, head, dtype=jnp.float32)
+        return linear(x, to_device(head, x), dtype=jnp.float32)[..., : params.vocab_size]
 
 
 def forward(

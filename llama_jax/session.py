@@ -15,6 +15,7 @@ from jax import Array
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from llama_jax import stages
 from llama_jax.cache import KVCache, forget
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ArgumentError
@@ -29,7 +30,7 @@ from llama_jax.generate import (
 )
 from llama_jax.grammar import Constraint, TokenMasks
 from llama_jax.model import Params
-from llama_jax.placement import place_cache
+from llama_jax.placement import Plan, place_cache, temporary_bytes
 from llama_jax.prompt_cache import Snapshot, fingerprint
 from llama_jax.sampling import Logprobs, SamplingParams, start_state
 
@@ -46,13 +47,17 @@ def _prefill_chunk(
     return jnp.where((counts > 0)[:, None], new, logits), cache
 
 
-_prefill_jit = jax.jit(_prefill_chunk, static_argnames="config", donate_argnames=("cache", "logits"))
-_start_jit = jax.jit(start_decoding, donate_argnames=("cache", "sampler"))
-_forget_jit = jax.jit(forget, static_argnames="config", donate_argnames="cache")
-_shift_jit = jax.jit(shift_context, static_argnames="config", donate_argnames="state")
-_decode_jit = jax.jit(decode, static_argnames=("config", "max_steps"), donate_argnames="state")
-_next_logits_jit = jax.jit(next_logits, static_argnames="config", donate_argnames="state")
-_sample_jit = jax.jit(sample_next, donate_argnames=("logits", "state"))
+def _jit(function: Any, staged: Any, static: tuple[str, ...] = (), donate: tuple[str, ...] = ()) -> stages.ByStages:
+    return stages.ByStages(jax.jit(function, static_argnames=static, donate_argnames=donate), staged)
+
+
+_prefill_jit = _jit(_prefill_chunk, stages.prefill_chunk, ("config",), ("cache", "logits"))
+_start_jit = _jit(start_decoding, stages.start, (), ("cache", "sampler"))
+_forget_jit = _jit(forget, stages.forget_slots, ("config",), ("cache",))
+_shift_jit = _jit(shift_context, stages.shift_context, ("config",), ("state",))
+_decode_jit = _jit(decode, stages.decode, ("config", "max_steps"), ("state",))
+_next_logits_jit = _jit(next_logits, stages.next_logits, ("config",), ("state",))
+_sample_jit = _jit(sample_next, stages.sample, (), ("logits", "state"))
 
 
 def chunk_lengths(n_batch: int) -> tuple[int, ...]:
@@ -134,6 +139,7 @@ class Session:
         n_batch: int = 512,
         dtype: DTypeLike | tuple[DTypeLike, ...] | None = None,
         mesh: Mesh | None = None,
+        plan: Plan | None = None,
     ) -> None:
         if n_batch < 1:
             raise ArgumentError(f"n_batch is {n_batch}; it must be at least 1.")
@@ -147,8 +153,9 @@ class Session:
         self._exact = [capacity] * batch  # from this slot on, a shifted row has seen tokens that are gone
         self.timings = Timings()
         self.logprobs: list[list[TokenLogprobs]] = [[] for _ in range(batch)]  # of the running or latest generation
-        self.cache = place_cache(config, batch, capacity, dtype or params.embedding.dtype, mesh)
+        self.cache = place_cache(config, batch, capacity, dtype or params.embedding.dtype, mesh, plan)
         self._sampler: dict[str, Any] = {}  # where the latest generation's sampling stands
+        self.temporary_bytes = 0  # on each device, of the programs that `warm_up` has compiled
         self._seconds_per_step = _DISPATCH_SECONDS
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Array:
@@ -224,7 +231,7 @@ class Session:
         self._exact = [self.capacity] * self.batch
         self._sampler = {}
         lengths = jnp.asarray([len(row) for row in tokens], jnp.int32)
-        if self.mesh is not None:
+        if self.cache.lengths.committed:
             lengths = jax.device_put(lengths, self.cache.lengths.sharding)
         self.cache = replace(self.cache, lengths=lengths)
 
@@ -403,6 +410,8 @@ class Session:
     ) -> tuple[DecodeState, list[list[int]], int]:
         """One dispatch of as many decode steps as fit into `_DISPATCH_SECONDS`."""
         wanted = int(_DISPATCH_SECONDS / self._seconds_per_step)
+        if jax.process_count() > 1:  # whose clocks differ, while all have to do the same
+            wanted = _MAX_STEPS
         n_steps = max(1, min(wanted, _MAX_STEPS, at_most))
         started = time.perf_counter()
         state, tokens, counts, logprobs = _decode_jit(
@@ -452,12 +461,20 @@ class Session:
         needed = {n for n in (lengths[-1] if full else 0, rest and next(n for n in lengths if n >= rest)) if n}
         for length in needed:
             tokens = jnp.zeros((self.batch, length), jnp.int32)
-            logits, self.cache = _prefill_jit(self.params, tokens, self.config, self.cache, nothing, logits)
+            logits, self.cache = self._noted(
+                _prefill_jit, self.params, tokens, self.config, self.cache, nothing, logits
+            )
         eos = jnp.asarray(list(eos_ids), jnp.int32)
         state = _start_jit(logits, self.cache, start_state(sampling), sampling, eos)
-        state, *_ = _decode_jit(self.params, self.config, state, sampling, eos, _MAX_STEPS, jnp.int32(0))
+        state, *_ = self._noted(_decode_jit, self.params, self.config, state, sampling, eos, _MAX_STEPS, jnp.int32(0))
         self.cache = state.cache
         jax.block_until_ready(self.cache)
+
+    def _noted(self, program: Any, *arguments: Any) -> Any:
+        """What `program` returns; what it needs besides is noted."""
+        if not self.cache.stages:
+            self.temporary_bytes = max(self.temporary_bytes, temporary_bytes(program, *arguments))
+        return program(*arguments)
 
 
 def _sampler_of(state: DecodeState) -> dict[str, Any]:

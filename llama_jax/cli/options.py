@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from llama_jax.cli.placement import add_placement_options, join_hosts, placement
 from llama_jax.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ def add_weight_options(parser: argparse.ArgumentParser) -> None:
         help="keep quantized weights as small as in the file; default: on a GPU",
     )
     parser.add_argument("--dtype", choices=_DTYPES, help="of weights; default: bf16 on a GPU, f32 on a CPU")
+    add_placement_options(parser)
     add_lora_options(parser)
 
 
@@ -178,6 +180,7 @@ def check_sampling(arguments: argparse.Namespace) -> None:
     from llama_jax.placement import check_devices
     from llama_jax.sampling import sampling_params
 
+    join_hosts(arguments)
     check_devices()
     sampling_params(**sampling_options(arguments, n_ctx=1))
 
@@ -257,6 +260,7 @@ def load_model(arguments: argparse.Namespace) -> tuple[Llama, float]:
 
     from llama_jax.llama import load
 
+    join_hosts(arguments)
     started = time.perf_counter()
     cache_compiled_programs()
     update, close = _progress_bar()
@@ -269,6 +273,7 @@ def load_model(arguments: argparse.Namespace) -> tuple[Llama, float]:
             packed=arguments.packed,
             cache_type_k=arguments.cache_type_k,
             cache_type_v=arguments.cache_type_v,
+            placement=placement(arguments),
             **lora_options(arguments),
             progress=update,
         )
@@ -293,6 +298,8 @@ def compile_ahead(model: Llama, prompt: str, sampling: dict[str, Any]) -> None:
     model.warm_up(prompt, **sampling)
     if on_terminal:
         print(" " * len("compiling ..."), end="\r", file=sys.stderr, flush=True)
+    if model.plan is not None and model.plan.devices:
+        logging.getLogger("llama_jax.load").info("%s", model.memory_report().log_line())
 
 
 def open_tokenizer(arguments: argparse.Namespace) -> Any:

@@ -283,15 +283,20 @@ def load_params(file: ModelFile, dtype: DTypeLike, place: Callable[[str, Any], A
     )
 
 
-def loaded_bytes(file: ModelFile, dtype: DTypeLike, packed: bool = False) -> int:
-    """Bytes of all parameters as `load_params` hands them to `place`."""
+def weight_bytes(file: ModelFile, dtype: DTypeLike, packed: bool = False) -> dict[str, int]:
+    """Bytes of each parameter by path, as `load_params` hands it to `place`."""
 
     def size(path: str, info: TensorInfo) -> int:
         if packed and info.type_name in PACKED_TYPES and not names.is_norm(path):
             return packed_nbytes(info.type_name, info.shape)
         return math.prod(info.shape) * (4 if names.is_norm(path) else np.dtype(dtype).itemsize)
 
-    return sum(size(path, info) for path, info in file.tensors.items())
+    return {path: size(path, info) for path, info in file.tensors.items()}
+
+
+def loaded_bytes(file: ModelFile, dtype: DTypeLike, packed: bool = False) -> int:
+    """Bytes of all parameters as `load_params` hands them to `place`."""
+    return sum(weight_bytes(file, dtype, packed).values())
 
 
 def half_split_rows(rows: np.ndarray, heads: int) -> np.ndarray:
