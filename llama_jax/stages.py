@@ -38,9 +38,8 @@ class ByStages:
         stages = next(cache.stages for cache in caches if isinstance(cache, KVCache))
         return (self._staged if stages else self._program)(*arguments, **options)
 
-    def lower(self, *arguments: Any, **options: Any) -> Any:
-        """Of the jitted function; arguments with stages have no single program."""
-        return self._program.lower(*arguments, **options)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._program, name)  # `lower` and the like; with stages there is no single program
 
 
 def _spans(cache: KVCache) -> Iterator[tuple[slice, Any]]:
