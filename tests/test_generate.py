@@ -233,3 +233,19 @@ def test_a_narrow_cache_changes_the_logits_a_little(dtype):
     assert 0 < difference < 0.02
     shorter = [sum(leaf.nbytes for leaf in jax.tree.leaves(session.cache.k)) for session in (narrow, wide)]
     assert shorter[0] <= shorter[1] * (0.5 if isinstance(dtype, tuple) else 0.25 + 1 / config.head_dim)
+
+
+@pytest.mark.slow
+def test_ten_thousand_steps_take_no_more_memory_and_no_new_program():
+    config = tiny_config(context_length=16384)
+    session = Session(tiny_params(config), config, batch=1, capacity=10_200)
+    sampling = sampling_params(temperature=1.0, seed=3)
+    held, programs, n = [], [], 0
+    for (tokens,) in session.generate([[1, 2, 3]], sampling, max_tokens=10_001):
+        n += len(tokens)
+        held.append(sum(array.nbytes for array in jax.live_arrays()))
+        programs.append(session_module._decode_jit._cache_size())
+    assert n == 10_001
+    later = len(held) // 4
+    assert max(held[later:]) <= held[later] * 1.001
+    assert set(programs[later:]) == {programs[later]}

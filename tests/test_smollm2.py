@@ -3,6 +3,7 @@
 import json
 from functools import partial
 from itertools import chain
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ import llama_jax
 from llama_jax import hidden_states, sampling_params, token_losses
 from llama_jax.formats.load import load_params, open_model
 from llama_jax.formats.save import save_hf
+from llama_jax.perplexity import perplexity
 
 pytestmark = pytest.mark.slow
 
@@ -94,3 +96,35 @@ def test_text(model):
     messages = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
     assert "Paris" in model.chat(messages, **answer)
     assert model.chat(messages, **answer) == chunked.chat(messages, **answer)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("packed", [False, True])
+def test_greedy_tokens_in_bfloat16(smollm2_path, reference, packed):
+    """The reference's own continuation is given, and what is likeliest next compared wherever the reference is sure."""
+    model = llama_jax.load(smollm2_path, n_ctx=256, packed=packed)
+    assert model.params.embedding.dtype == jnp.bfloat16
+    compared = 0
+    for case in reference:
+        session = model.new_session()
+        for i, (expected, margin) in enumerate(zip(case["greedy_ids"], case["margins"], strict=True)):
+            logits = session.prefill([case["ids"] + case["greedy_ids"][:i]])
+            if margin >= 0.25:
+                assert int(jnp.argmax(logits[0])) == expected
+                compared += 1
+    assert compared >= 80
+    assert model.generate("The capital of France is", max_tokens=16, temperature=0.0).startswith(" Paris")
+
+
+@pytest.mark.gpu
+def test_perplexity_of_packed_weights_is_that_of_float32_on_the_cpu(smollm2_path):
+    text = (Path(__file__).parent.parent / "LICENSE").read_text()
+    packed = llama_jax.load(smollm2_path, packed=True)
+    ids = packed.tokenizer.encode(text)
+    cpu = jax.devices("cpu")[0]
+    with open_model(smollm2_path) as file, jax.default_device(cpu):
+        exact = load_params(file, np.float32, lambda path, array: jax.device_put(array, cpu))
+        *_, expected = perplexity(exact, file.config, ids)
+    *_, got = perplexity(packed.params, packed.config, ids)
+    assert expected.tokens >= 1000
+    assert got.perplexity == pytest.approx(expected.perplexity, rel=0.005)
