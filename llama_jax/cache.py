@@ -221,14 +221,18 @@ def _on_each_device(
 
 
 def gather_logits(cache: KVCache, logits: Array) -> Array:
-    """`logits` [B, V] whole on each device of the mesh that divides the cache, where sampling then needs no other."""
+    """`logits` [B, V], each row whole on the devices that hold its cache, where sampling then needs no others.
+
+    On several hosts all rows are everywhere, since each host reads all tokens.
+    """
     if cache.sharding is None:
         return logits
     mesh, (batch, _) = cache.sharding.mesh, cache.sharding.spec
     n = mesh.shape.get("tensor", 1)
     if n > 1 and logits.shape[1] % n == 0:  # else XLA would gather the output head instead of its product
         logits = jax.lax.with_sharding_constraint(logits, NamedSharding(mesh, PartitionSpec(batch, "tensor")))
-    return jax.lax.with_sharding_constraint(logits, NamedSharding(mesh, PartitionSpec()))
+    rows = PartitionSpec() if mesh.is_multi_process else PartitionSpec(batch)
+    return jax.lax.with_sharding_constraint(logits, NamedSharding(mesh, rows))
 
 
 def advance(cache: KVCache, counts: Array) -> KVCache:
