@@ -121,7 +121,6 @@ def with_lora(params: Params, adapter: Adapter, scale: float | Array = 1.0) -> P
             a, b = _stacked(factors, weight.outs)
             return Joined(LoraWeight(base=weight.rows, a=a, b=b, scale=jnp.asarray(scale, jnp.float32)), weight.outs)
         f = adapter[path]
-        f = adapter[path]
         total = jnp.asarray(scale, jnp.float32) * jnp.float32(f.scale)
         if len(weight.shape) == 1:  # a norm's vector is small enough to be changed at once
             return weight + (total * _product(f)[0]).astype(weight.dtype)
