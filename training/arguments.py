@@ -19,11 +19,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     data.add_argument("--val-data", nargs="+", metavar="PATH", help="validation data")
     data.add_argument("--val-split", type=float, default=0.0, metavar="X", help="share of the data kept for validation")
     data.add_argument("--samples-after-nl", action="store_true", help="rows begin behind the end of a line")
-    data.add_argument("--workers", type=int, default=0, metavar="N", help="processes that make batches; default 0")
 
     model = parser.add_argument_group("model")
     model.add_argument("--model-in", metavar="PATH", help="a model to go on with instead of a random one")
-    model.add_argument("-c", "--ctx", type=int, default=128, metavar="T", help="tokens in a row; default 128")
     model.add_argument("--embd", type=int, default=256, metavar="D", help="width; default 256")
     model.add_argument("--head", type=int, default=8, metavar="H", help="query heads; default 8")
     model.add_argument("--head-kv", type=int, metavar="K", help="key/value heads; default: as many")
@@ -41,20 +39,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the folder of a run to go on with, or a 2023 checkpoint, whose weights are taken; default: the run's own",
     )  # fmt: skip
     files.add_argument(
-        "--checkpoint-out", type=Path, default=Path("run"), metavar="DIR", help="the run's folder; default run"
-    )
-    files.add_argument(
         "--model-out",
         type=Path,
         metavar="PATH",
         help="a .gguf file, or a folder for safetensors; default RUN/model.gguf",
     )
     files.add_argument("--model-type", default="F32", metavar="TYPE", help="of a .gguf file's matrices; default F32")
-    files.add_argument("--save-interval", type=int, default=200, metavar="N", help="batches; default 200")
-    files.add_argument("--keep", type=int, default=3, metavar="N", help="newest checkpoints that stay; default 3")
 
+    add_run_arguments(parser)
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options that training programs share: the run, the optimiser, the computation."""
     run = parser.add_argument_group("run")
+    run.add_argument(
+        "--checkpoint-out", type=Path, default=Path("run"), metavar="DIR", help="the run's folder; default run"
+    )
+    run.add_argument("--save-interval", type=int, default=200, metavar="N", help="batches; default 200")
+    run.add_argument("--keep", type=int, default=3, metavar="N", help="newest checkpoints that stay; default 3")
+    run.add_argument("--workers", type=int, default=0, metavar="N", help="processes that make batches; default 0")
     run.add_argument("-s", "--seed", type=int, default=0, metavar="N", help="default 0; -1: random")
+    run.add_argument("-c", "--ctx", type=int, default=128, metavar="T", help="tokens in a row; default 128")
     run.add_argument("-b", "--batch", type=int, default=8, metavar="B", help="rows in a batch; default 8")
     run.add_argument("-n", "--examples", type=int, default=256, metavar="N", help="batches; default 256")
     run.add_argument("--accumulate", type=int, default=1, metavar="N", help="parts of a batch, one after the other")

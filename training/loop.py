@@ -96,7 +96,7 @@ class Trainer:
         *,
         validation: Rows | None = None,
         fixed: Any = None,
-        assemble: Assemble | None = None,
+        assembly: Callable[[StepOptions], Assemble] = all_trained,
         mesh: Mesh | None = None,
         sample: Callable[[Any], str] | None = None,
         notes: dict[str, Any] | None = None,
@@ -109,10 +109,10 @@ class Trainer:
         if self._full:
             step = dataclasses.replace(step, accumulate=-(-len(rows) // run.batch), dropout=0.0)
         self.step_options = step
-        self._assemble = assemble or all_trained(step)
+        self._assembly = assembly
         self._optimizer = make_optimizer(optimizer)
         train_step = make_train_step(
-            config, self._optimizer, step, self._assemble,
+            config, self._optimizer, step, assembly(step),
             schedule=None if self._full else learning_rate_schedule(optimizer), line_search=self._full,
         )  # fmt: skip
         self._step = jax.jit(train_step, donate_argnums=0)
@@ -143,11 +143,16 @@ class Trainer:
             return init_state(params, self._optimizer, self.step_options)
 
         shardings = self._shardings(jax.eval_shape(make, params))
-        self.state = jax.jit(make, out_shardings=shardings, donate_argnums=0)(params)
+        donated = () if shardings is not None else (0,)  # what moves to other places cannot be used again
+        self.state = jax.jit(make, out_shardings=shardings, donate_argnums=donated)(params)
         _cut_metrics(self.folder / METRICS, 0)
 
     def _shardings(self, state: Any) -> Any:
         return None if self.mesh is None else state_shardings(state, self.config, self.mesh)
+
+    def has_checkpoint(self) -> bool:
+        """Whether the run has begun before."""
+        return self._checkpoints.latest() is not None
 
     def resume(self, shapes: Any, checkpoints: Checkpoints | None = None) -> int:
         """Goes on where the newest checkpoint was written; returns the batches that it has seen.
@@ -189,8 +194,7 @@ class Trainer:
 
     def _sums(self, params: Any, fixed: Any, batch: Any) -> Any:
         options = dataclasses.replace(self.step_options, dropout=0.0, z_loss=0.0)
-        assemble = self._assemble if not self.step_options.dropout else all_trained(options)
-        return batch_sums(assemble(params, fixed, self._key), batch, self.config, options)[1]
+        return batch_sums(self._assembly(options)(params, fixed, self._key), batch, self.config, options)[1]
 
     def weights(self) -> Any:
         """What is worth saving: the weights' average if there is one, else the weights."""

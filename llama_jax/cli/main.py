@@ -24,6 +24,8 @@ COMMANDS = {
     "info": "show what a model file holds, without loading its weights",
     "perplexity": "score a text",
     "bench": "time prompts and new tokens",
+    "train": "train a model on text",
+    "plot": "draw a training run's loss",
 }
 
 

@@ -97,8 +97,7 @@ def reference(x: Array, weight: QuantizedTensor, dtype: DTypeLike | None = None)
     """`x` [B, in] times the unpacked weight, rounded to x's dtype: [B, out]. Summed in float32, for any device."""
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     values = dequantize_packed(weight, x.dtype)
-    out = jnp.einsum("bi,oi->bo", x, values, precision=precision, preferred_element_type=jnp.float32)
-    return out.astype(dtype or x.dtype)
+    return jnp.einsum("bi,oi->bo", x, values, precision=precision, preferred_element_type=dtype or x.dtype)
 
 
 def _product(x: Array, weight: QuantizedTensor, dtype: DTypeLike, blocks: Blocks | None, interpret: bool) -> Array:

@@ -53,7 +53,7 @@ def losses(folder):
     return {line["step"]: line["loss"] for line in read_metrics(folder / METRICS) if "loss" in line}
 
 
-@pytest.mark.parametrize("name", ["adamw", "lbfgs"])
+@pytest.mark.parametrize("name", ["adamw", pytest.param("lbfgs", marks=pytest.mark.slow)])
 def test_a_resumed_run_is_the_same_bit_for_bit(tmp_path, name):
     whole = trainer(tmp_path / "whole", name=name)
     whole.start(tiny_params(CONFIG))
