@@ -25,12 +25,15 @@ from typing import Any
 import benchmark
 import jax
 import jax.numpy as jnp
+from random_model import QUANTIZATIONS, random_params
 
 from llama_jax import PRESETS, init_params, losses
 from llama_jax.config import LlamaConfig
+from llama_jax.lora import init_lora
 from llama_jax.roofline import peak_operations
+from training.finetune_lora import adapted
 from training.optimizer import OptimizerOptions, make_optimizer
-from training.step import StepOptions, init_state, make_train_step, operations_per_token
+from training.step import StepOptions, all_trained, init_state, make_train_step, operations_per_token
 
 VARIANTS = (
     "attention=cudnn,remat=products,fused=1",
@@ -40,6 +43,7 @@ VARIANTS = (
     "attention=cudnn,remat=block,fused=1",
     "attention=triton,remat=products,fused=1",
 )
+LORA_VARIANTS = ("attention=cudnn,remat=products", "attention=cudnn,remat=block")
 DEFAULTS: dict[str, Any] = dict(dtype="bfloat16", remat="none", attention="xla")
 
 PEER = """
@@ -97,30 +101,38 @@ def parse_variant(text: str) -> dict[str, Any]:
     return chosen
 
 
-def bench(config: LlamaConfig, variant: dict[str, Any], B: int, T: int, steps: int, repeats: int) -> dict[str, Any]:
-    """One line of results."""
+def bench(
+    config: LlamaConfig, variant: dict[str, Any], B: int, T: int, steps: int, repeats: int, rank: int, weights: str
+) -> dict[str, Any]:
+    """One line of results; with a rank, an adapter of it is trained beside dense or packed weights."""
     settings = dict(variant)
     losses._LOGITS_AT_ONCE = 2 ** settings.pop("logits", 26)
     options = StepOptions(**settings)
     optimizer = make_optimizer(OptimizerOptions(learning_rate=1e-5))
-    state = jax.jit(lambda key: init_state(init_params(key, config), optimizer, options))(jax.random.key(0))
+    fixed = None
+    if rank:
+        fixed = random_params(config, None if weights == "dense" else weights)
+        state = init_state(init_lora(jax.random.key(0), config, rank=rank), optimizer, options)
+    else:
+        state = jax.jit(lambda key: init_state(init_params(key, config), optimizer, options))(jax.random.key(0))
     tokens = jax.random.randint(jax.random.key(1), (B, T + 1), 0, config.vocab_size)
     batch = dict(tokens=tokens[:, :-1], targets=tokens[:, 1:], weights=jnp.ones((B, T)))
     key = jax.random.key(2)
-    step = jax.jit(make_train_step(config, optimizer, options), donate_argnums=0)
+    assemble = (adapted if rank else all_trained)(options)
+    step = jax.jit(make_train_step(config, optimizer, options, assemble), donate_argnums=0)
     began = time.perf_counter()
-    compiled = step.lower(state, None, batch, key).compile()
+    compiled = step.lower(state, fixed, batch, key).compile()
     compile_seconds = time.perf_counter() - began
 
     def run() -> Any:
         nonlocal state
         metrics = None
         for _ in range(steps):
-            state, metrics = compiled(state, None, batch, key)
+            state, metrics = compiled(state, fixed, batch, key)
         return metrics
 
     seconds = benchmark.median_seconds(run, repeats) / steps
-    rate = operations_per_token(config, T) * B * T / seconds
+    rate = operations_per_token(config, T, adapter=bool(rank)) * B * T / seconds
     peak = peak_operations()
     memory = compiled.memory_analysis()
     return dict(
@@ -152,7 +164,7 @@ def peer(config: LlamaConfig, B: int, T: int, steps: int, repeats: int) -> dict[
         return None
     measured = json.loads(done.stdout.strip().splitlines()[-1])
     return dict(
-        variant=measured["versions"],
+        variant=measured["versions"] + " with torch.compile",
         tokens_per_second=B * T / measured["seconds"],
         milliseconds=1e3 * measured["seconds"],
         tflop_per_second=operations_per_token(config, T) * B * T / measured["seconds"] / 1e12,
@@ -178,6 +190,10 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="instead of the shape's, for a try")
     parser.add_argument("--batch", type=int, default=8, help="rows")
     parser.add_argument("--tokens", type=int, default=2048, help="in a row")
+    parser.add_argument(
+        "--lora", type=int, default=0, metavar="R", help="train an adapter of rank R instead of all weights"
+    )
+    parser.add_argument("--weights", choices=("dense", *QUANTIZATIONS), default="dense", help="beside the adapter")
     parser.add_argument("--variant", action="append", help="may be repeated; default: several for a GPU")
     parser.add_argument("--steps", type=int, default=3, help="in one timing")
     parser.add_argument("--repeats", type=int, default=5, help="timings, of which the median counts")
@@ -187,18 +203,20 @@ def main() -> None:
     if arguments.layers:
         config = dataclasses.replace(config, n_layers=arguments.layers)
     size = (arguments.batch, arguments.tokens, arguments.steps, arguments.repeats)
-    common = dict(shape=arguments.shape, batch=arguments.batch, tokens=arguments.tokens)
+    common: dict[str, Any] = dict(shape=arguments.shape, batch=arguments.batch, tokens=arguments.tokens)
+    if arguments.lora:
+        common |= dict(lora=arguments.lora, weights=arguments.weights)
     results = []
-    if arguments.peer:  # before jax takes the device's memory
+    if arguments.peer and not arguments.lora:  # before jax takes the device's memory
         line = peer(config, *size)
         if line is not None:
             limit = peak_operations()
             line["share_of_limit"] = line["tflop_per_second"] * 1e12 / limit if limit else None
             results.append(common | line)
             show(results[-1])
-    for text in arguments.variant or VARIANTS:
+    for text in arguments.variant or (LORA_VARIANTS if arguments.lora else VARIANTS):
         try:
-            line = bench(config, parse_variant(text), *size)
+            line = bench(config, parse_variant(text), *size, arguments.lora, arguments.weights)
         except Exception as error:  # the next variant may still run
             print(f"{text}: failed, {str(error).splitlines()[0]}", flush=True)
             continue

@@ -159,12 +159,22 @@ class Rows:
     """A stream cut into rows of T inputs with their targets, differently in every epoch; any row can be asked for.
 
     The cuts of an epoch are all moved by the same random distance, so that tokens meet different contexts; the rows of
-    an epoch together have every target once. With `line_ids` rows are shorter and begin behind one of these ids.
+    an epoch together have every target once. With `line_ids` rows are shorter and begin behind one of these ids. With
+    `begin_id`, the vocabulary's BOS, that is what stands first in every row, in the place of a token: so the model
+    learns to begin anywhere, as a prompt does.
     """
 
     def __init__(
-        self, stream: TokenStream, T: int, seed: int = 0, *, moved: bool = True, line_ids: Sequence[int] = ()
+        self,
+        stream: TokenStream,
+        T: int,
+        seed: int = 0,
+        *,
+        moved: bool = True,
+        line_ids: Sequence[int] = (),
+        begin_id: int | None = None,
     ) -> None:
+        self._begin_id = begin_id
         self.stream, self.T, self.seed = stream, checks.integer("The context", T, 1), seed
         n = len(stream.tokens) - 1  # inputs that have a target
         self._moved = moved and n > 8 * T and not line_ids
@@ -197,6 +207,8 @@ class Rows:
         here, there = slice(begin, begin + length), slice(begin + 1, begin + length + 1)
         tokens[:length], targets[:length] = stream.tokens[here], stream.tokens[there]
         segments[:length] = stream.documents[here]
+        if self._begin_id is not None:
+            tokens[0] = self._begin_id
         weights[:length] = stream.documents[there] == stream.documents[here]
         if stream.counts is not None:
             weights[:length] *= stream.counts[there]

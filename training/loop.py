@@ -333,7 +333,7 @@ class _Reports(contextlib.AbstractContextManager):
 
                 raise ArgumentError("TensorBoard was asked for; it needs `pip install tensorboardX`.") from None
             self._board = SummaryWriter(str(trainer.folder / "tensorboard"))
-        self._per_token = operations_per_token(trainer.config, trainer.rows.T)
+        self._per_token = operations_per_token(trainer.config, trainer.rows.T, adapter=trainer.fixed is not None)
         peak = peak_operations()
         self._peak = peak * jax.device_count() if peak else None
         self._began = time.perf_counter()

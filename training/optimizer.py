@@ -33,7 +33,8 @@ class OptimizerOptions:
         rate stays at its lowest (Loshchilov and Hutter 2017, arXiv:1608.03983).
       decay_alpha: the lowest rate as a share of the highest.
       weight_decay: share of a weight that is taken away per step, times the learning rate.
-      decay_all: whether it also falls on norms and embeddings, and not on the layers' matrices and the head only.
+      decay_embedding: whether it falls on the embedding, too, and not on the layers' matrices and the head only.
+      decay_all: whether it falls on everything, norms included.
       beta1, beta2, epsilon: of Adam's averages.
       history: pairs of steps and gradients that L-BFGS remembers.
       steps_per_batch: optimiser steps on each batch.
@@ -49,6 +50,7 @@ class OptimizerOptions:
     decay_restart: float = 0.0
     decay_alpha: float = 0.0
     weight_decay: float = 0.1
+    decay_embedding: bool = False
     decay_all: bool = False
     beta1: float = 0.9
     beta2: float = 0.95
@@ -125,7 +127,8 @@ def _decayed(params: Any, options: OptimizerOptions) -> Any:
     """Which leaves the decay falls on: matrices but the embedding, unless all were asked for."""
 
     def decays(path: tuple[Any, ...], leaf: Array) -> bool:
-        return options.decay_all or (leaf.ndim >= 2 and "embedding" not in jax.tree_util.keystr(path))
+        spared = not options.decay_embedding and "embedding" in jax.tree_util.keystr(path)
+        return options.decay_all or (leaf.ndim >= 2 and not spared)
 
     return jax.tree_util.tree_map_with_path(decays, params)
 

@@ -266,10 +266,11 @@ def make_train_step(
     return step
 
 
-def operations_per_token(config: LlamaConfig, T: int) -> float:
+def operations_per_token(config: LlamaConfig, T: int, *, adapter: bool = False) -> float:
     """Multiplications and additions that training needs for a token of a row of T: what MFU is stated by.
 
-    Six per weight, the looked-up embedding not counted, and causal attention forward and backward.
+    Six per weight, the looked-up embedding not counted, and causal attention forward and backward; with an adapter four
+    per weight, since the model's own have no gradient.
     """
     weights = config.n_parameters - (0 if config.tied_embeddings else config.vocab_size * config.d_model)
-    return 6.0 * weights + 6.0 * config.n_layers * T * config.n_heads * config.head_dim
+    return (4.0 if adapter else 6.0) * weights + 6.0 * config.n_layers * T * config.n_heads * config.head_dim

@@ -260,7 +260,8 @@ def train(arguments: argparse.Namespace) -> None:
     lbfgs = arguments.optimizer == "lbfgs"
     batches = arguments.lbfgs_iter if lbfgs else arguments.examples
     lines = newline_ids(stream, source.tokenizer) if arguments.samples_after_nl else ()
-    rows = Rows(stream, arguments.ctx, seed, moved=not lbfgs, line_ids=lines)
+    bos = source.tokenizer.bos_id
+    rows = Rows(stream, arguments.ctx, seed, moved=not lbfgs, line_ids=lines, begin_id=bos)
     options = RunOptions(
         batches=batches, batch=arguments.batch, seed=seed, save_every=arguments.save_interval,
         evaluate_every=arguments.eval_interval, sample_every=arguments.print_details_interval,
@@ -269,7 +270,7 @@ def train(arguments: argparse.Namespace) -> None:
     )  # fmt: skip
     trainer = Trainer(
         run, config, rows, optimizer_options(arguments, batches), step_options(arguments, config, mesh), options,
-        validation=Rows(held, arguments.ctx, moved=False) if held is not None else None, mesh=mesh,
+        validation=Rows(held, arguments.ctx, moved=False, begin_id=bos) if held is not None else None, mesh=mesh,
         sample=sampler(config, source, arguments.predict, seed),
     )  # fmt: skip
     logger.info(

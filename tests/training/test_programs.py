@@ -184,7 +184,7 @@ def test_json_lines_of_all_kinds(tmp_path):
     np.testing.assert_array_equal(a_counts, b_counts)
     assert c_counts is None
     path.write_text('{"messages": []}')
-    with pytest.raises(ArgumentError, match="line 1: .* has neither `messages` with an assistant's"):
+    with pytest.raises(ArgumentError, match=r"line 1: .* has neither `messages` with an assistant's"):
         list(read_examples([str(path)], tokenizer))
 
 
