@@ -31,8 +31,6 @@ Remat = Literal["none", "products", "block"]
 """What a gradient computes again instead of keeping it: nothing; all but the products' and attention's results; all but
 the input of each block."""
 
-_PRODUCTS = ("q", "k", "v", "attended", "middle", "gate", "up")
-
 
 @struct.dataclass
 class Layer:
@@ -149,34 +147,24 @@ def rms_norm(x: Array, weight: Array, epsilon: float) -> Array:
     return (x32 * scale * weight.astype(jnp.float32)).astype(x.dtype)
 
 
-def _attention_block(
-    layer: Layer,
-    x: Array,
-    rotations: tuple[Array, Array],
-    config: LlamaConfig,
-    cache: KVCache | None,
-    index: int,
-    counts: Array,
-    segments: Array | None,
-    kernels: SelfAttention,
-) -> tuple[Array, KVCache | None]:
+def _project(
+    layer: Layer, x: Array, rotations: tuple[Array, Array] | None, *, config: LlamaConfig
+) -> tuple[Array, Array, Array]:
+    """Queries [B, T, H, E], keys and values [B, T, K, E]; turned if there are rotations."""
     B, T, _ = x.shape
-    q, k, v = (
-        heads.reshape(B, T, -1, config.head_dim) for heads in linears(x, layer.wq, layer.wk, layer.wv)
-    )  # [B, T, H, E] and twice [B, T, K, E]
-    if cache is None:
-        q, k = apply_rope(q, rotations), apply_rope(k, rotations)
-        q, k, v = (checkpoint_name(array, name) for array, name in ((q, "q"), (k, "k"), (v, "v")))
-        out = checkpoint_name(self_attention(q, k, v, config.sliding_window, segments, kernels), "attended")
-    else:
-        out, cache = append_and_attend(cache, index, q, k, v, rotations, counts, config.sliding_window)
-    return linear(out.reshape(B, T, -1), layer.wo), cache
+    x = rms_norm(x, layer.attention_norm, config.norm_epsilon)
+    q, k, v = (heads.reshape(B, T, -1, config.head_dim) for heads in linears(x, layer.wq, layer.wk, layer.wv))
+    return (q, k, v) if rotations is None else (apply_rope(q, rotations), apply_rope(k, rotations), v)
 
 
-def _feed_forward(layer: Layer, x: Array) -> Array:
-    gate, up = linears(x, layer.w_gate, layer.w_up)
-    gate, up = checkpoint_name(gate, "gate"), checkpoint_name(up, "up")
-    return linear(jax.nn.silu(gate) * up, layer.w_down)
+def _finish(layer: Layer, x: Array, attended: Array, *, config: LlamaConfig) -> Array:
+    """The rest of a block: what attention adds to the residual stream `x` [B, T, D], and the feed-forward layer."""
+    with jax.named_scope("attention"):
+        x = checkpoint_name(x + linear(attended.reshape(*x.shape[:2], -1), layer.wo), "middle")
+    with jax.named_scope("feed_forward"):
+        gate, up = linears(rms_norm(x, layer.ffn_norm, config.norm_epsilon), layer.w_gate, layer.w_up)
+        gate, up = checkpoint_name(gate, "gate"), checkpoint_name(up, "up")
+        return x + linear(jax.nn.silu(gate) * up, layer.w_down)
 
 
 def _block(
@@ -190,13 +178,19 @@ def _block(
     config: LlamaConfig,
     index: int,
     kernels: SelfAttention,
+    remat: Remat,
 ) -> tuple[Array, KVCache | None]:
+    project, finish = (functools.partial(part, config=config) for part in (_project, _finish))
+    if remat == "products":  # attention stays outside: its kernels keep what their backward pass needs
+        project = jax.checkpoint(project)
+        finish = jax.checkpoint(finish, policy=jax.checkpoint_policies.save_only_these_names("middle", "gate", "up"))
     with jax.named_scope("attention"):
-        normed = rms_norm(x, layer.attention_norm, config.norm_epsilon)
-        update, cache = _attention_block(layer, normed, rotations, config, cache, index, counts, segments, kernels)
-        x = checkpoint_name(x + update, "middle")
-    with jax.named_scope("feed_forward"):
-        return x + _feed_forward(layer, rms_norm(x, layer.ffn_norm, config.norm_epsilon)), cache
+        q, k, v = project(layer, x, rotations if cache is None else None)
+        if cache is None:
+            attended = self_attention(q, k, v, config.sliding_window, segments, kernels)
+        else:
+            attended, cache = append_and_attend(cache, index, q, k, v, rotations, counts, config.sliding_window)
+    return finish(layer, x, attended), cache
 
 
 def _positions_in_segments(segments: Array) -> Array:
@@ -277,10 +271,9 @@ def blocks(
     """
     earlier = x
     for index, layer in enumerate(layers):
-        block = functools.partial(_block, config=config, index=index, kernels=kernels)
-        if remat != "none":
-            policy = jax.checkpoint_policies.save_only_these_names(*_PRODUCTS) if remat == "products" else None
-            block = jax.checkpoint(block, policy=policy)
+        block = functools.partial(_block, config=config, index=index, kernels=kernels, remat=remat)
+        if remat == "block":
+            block = jax.checkpoint(block)
         with jax.named_scope(f"layer_{index}"):
             home = cache
             layer, cache = to_device(layer, earlier), fetch_layer(cache, index, earlier)
