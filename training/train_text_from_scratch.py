@@ -282,7 +282,8 @@ def train(arguments: argparse.Namespace) -> None:
         _begin(trainer, resumed, run, config, params, seed, arguments)
         finished = trainer.run()
         if finished:
-            if held is not None and arguments.patience == 0:
+            seen = arguments.eval_interval and trainer.done % arguments.eval_interval == 0
+            if held is not None and not seen:
                 logger.info("validation loss %.4f", trainer.validation_loss())
             if jax.process_index() == 0:
                 save_model(out, jax.device_get(trainer.weights()), config, source, arguments.model_type)

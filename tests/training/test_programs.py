@@ -209,7 +209,7 @@ def test_finetune_lora(tmp_path, small_model, packed):
     ]  # fmt: skip
     assert finetune_lora.main(command) == 0
     losses = [line["loss"] for line in read_metrics(run / METRICS)]
-    assert losses[-1] < 0.8 * losses[0]
+    assert losses[-1] < losses[0] - 0.2
     base = llama_jax.load(small_model, dtype="float32")
     adapted = llama_jax.load(small_model, dtype="float32", lora=[out])
     tokens = np.array([base.tokenizer.encode("A friend, my lord")], np.int32)
