@@ -15,7 +15,7 @@ from llama_jax.config import LlamaConfig
 from llama_jax.errors import ArgumentError
 from llama_jax.formats.load import check_tensors, open_model
 from llama_jax.formats.lora import load_lora
-from llama_jax.formats.names import is_norm
+from llama_jax.formats.names import is_norm, parameter_shapes
 from llama_jax.linear import Joined
 from llama_jax.lora import Adapter, joined_paths, map_weights, merge_lora, with_lora
 from llama_jax.model import Params
@@ -65,6 +65,7 @@ def with_base(
     params: Params,
     path: str | os.PathLike[str],
     adapters: Sequence[ScaledAdapter],
+    config: LlamaConfig,
     dtype: DTypeLike,
     place: Place,
 ) -> Params:
@@ -76,6 +77,7 @@ def with_base(
       ArgumentError: the other file is a model of another shape.
     """
     changed = {parameter for adapter, _ in adapters for parameter in adapter}
+    shapes = parameter_shapes(config)
     with open_model(Path(path)) as file:
         check_tensors(file)
 
@@ -83,9 +85,9 @@ def with_base(
             if parameter not in changed:
                 return weight
             shape = file.tensors[parameter].shape if parameter in file.tensors else None
-            if shape != tuple(weight.shape):
+            if shape != shapes[parameter]:
                 raise ArgumentError(
-                    f"{file.path} has a {parameter} of shape {shape}; the model's has {tuple(weight.shape)}."
+                    f"{file.path} has a {parameter} of shape {shape}; the model's has {shapes[parameter]}."
                 )
             return place(parameter, file.read(parameter, np.float32 if is_norm(parameter) else dtype))
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from llama_jax import stages
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ArgumentError
 from llama_jax.model import Params, hidden_states
@@ -33,7 +34,12 @@ def pooled_states(
     Returns:
       float32 [B, D]; with pooling "none" [B, T, D], meaningless at padding.
     """
-    x = hidden_states(params, tokens, config, counts=counts)[0].astype(jnp.float32)
+    return pool(hidden_states(params, tokens, config, counts=counts)[0], counts, pooling, normalize)
+
+
+def pool(x: Array, counts: Array, pooling: Pooling, normalize: bool) -> Array:
+    """The vectors that `pooled_states` makes of hidden states [B, T, D]."""
+    x = x.astype(jnp.float32)
     if pooling == "none":
         return x
     if pooling == "mean":
@@ -49,6 +55,16 @@ def pooled_states(
 
 
 _pooled_jit = jax.jit(pooled_states, static_argnames=("config", "pooling", "normalize"))
+_pool_jit = jax.jit(pool, static_argnames=("pooling", "normalize"))
+
+
+def _run(
+    params: Params, tokens: Array, config: LlamaConfig, counts: Array, pooling: Pooling, normalize: bool
+) -> np.ndarray:
+    if not stages.has_stages(params):
+        return np.asarray(_pooled_jit(params, tokens, config, counts, pooling, normalize))
+    x = stages.hidden_states(params, tokens, config, counts)
+    return np.asarray(_pool_jit(x, jax.device_put(counts, x.sharding), pooling, normalize))
 
 
 def embed_texts(
@@ -93,7 +109,7 @@ def embed_texts(
         counts = np.zeros(rows, np.int32)
         for row, text in enumerate(group):
             tokens[row, : len(text)], counts[row] = text, len(text)
-        vectors = np.asarray(_pooled_jit(params, jnp.asarray(tokens), config, jnp.asarray(counts), pooling, normalize))
+        vectors = _run(params, jnp.asarray(tokens), config, jnp.asarray(counts), pooling, normalize)
         for row, text in enumerate(group):
             yield vectors[row, : len(text)] if pooling == "none" else vectors[row]
 

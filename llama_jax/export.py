@@ -53,7 +53,7 @@ def export_model(folder: str | Path, model: Llama) -> None:
       ArgumentError: the model is divided over a mesh, or flatbuffers is not installed (extra `export`).
     """
     if model.mesh is not None:
-        raise ArgumentError("The model is divided over a mesh; only one on a single device can be exported.")
+        raise ArgumentError("The model is divided over a mesh; only one on a single device can be exported (-sm none).")
     if importlib.util.find_spec("flatbuffers") is None:
         raise ArgumentError("Exporting needs the flatbuffers package; pip install 'llama-jax[export]' brings it.")
     folder = Path(folder)

@@ -146,7 +146,7 @@ def load(
             counted = _with_progress(place, sum(sizes.values()), progress)
         params = with_vocabulary(load_params(file, dtype, counted, packed=packed), config)
         if lora_base is not None:
-            params = with_base(params, resolve_path(lora_base), adapters, dtype, place)
+            params = with_base(params, resolve_path(lora_base), adapters, config, dtype, place)
         if merge_lora:
             params, adapters = apply_adapters(params, adapters, merge=True), []
         if mesh is None and on_gpu:

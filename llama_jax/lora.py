@@ -177,7 +177,8 @@ def map_weights(change: Callable[[str, Any], Any], params: Params) -> Params:
         Layer(**{field: call(f"layers.{n}.{field}", getattr(layer, field)) for field in _FIELDS})
         for n, layer in enumerate(params.layers)
     )
-    return Params(
+    return dataclasses.replace(
+        params,
         embedding=call("embedding", params.embedding),
         layers=layers,
         output_norm=call("output_norm", params.output_norm),

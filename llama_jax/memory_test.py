@@ -5,17 +5,15 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
-import jax.numpy as jnp
 
-from llama_jax.generate import prefill
+from llama_jax.placement import memory_report
 
 if TYPE_CHECKING:
     from llama_jax.llama import Llama
-
-_prefill_jit = jax.jit(prefill, static_argnames="config", donate_argnames="cache")
+    from llama_jax.placement.devices import MemoryReport
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -24,71 +22,63 @@ class StepReport:
 
     Attributes:
       tokens: that were run, `position` the place of the first.
-      seconds: of the run alone, compiled before.
-      temporary_bytes: what the program needs besides weights, cache and results; None where the compiler does not say.
+      first_seconds: of the first run, which compiles; `seconds` of the second.
     """
 
     position: int
     tokens: int
-    compile_seconds: float
+    first_seconds: float
     seconds: float
-    temporary_bytes: int | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class MemoryReport:
-    """What `memory_test` found; bytes.
+class MemoryTest:
+    """What `memory_test` found.
 
     Attributes:
-      peak_bytes: the most that the first device has held, or on a CPU the whole process.
+      memory: bytes of weights, cache and what the programs need besides.
+      peak_bytes: the most that the first device has held, or on a CPU the whole process; None where it does not tell.
     """
 
-    steps: tuple[StepReport, StepReport]
-    weight_bytes: int
-    cache_bytes: int
+    steps: tuple[StepReport, ...]
+    memory: MemoryReport
     peak_bytes: int | None
 
 
-def memory_test(model: Llama) -> MemoryReport:
+def memory_test(model: Llama) -> MemoryTest:
     """Compiles and runs `n_batch` tokens at position 0 and one token at position n_ctx - 1.
 
     What does not fit raises jax's RESOURCE_EXHAUSTED error.
     """
     session = model.new_session()
     token = model.tokenizer.bos_id or 0
-    cache = session.cache
-    cache_bytes = _nbytes(cache)
+    session.warm_up(model.sampling(batch=1, temperature=0.0), longest_prompt=session.n_batch)
     steps = []
     for position, count in ((0, session.n_batch), (model.n_ctx - 1, 1)):
-        tokens = jnp.full((1, count), token, jnp.int32)
-        cache = dataclasses.replace(cache, lengths=jnp.full_like(cache.lengths, position))
-        counts = jnp.full(1, count, jnp.int32)
-        started = time.perf_counter()
-        compiled = _prefill_jit.lower(model.params, tokens, model.config, cache, counts).compile()
-        compiled_at = time.perf_counter()
-        logits, cache = compiled(model.params, tokens, cache, counts)
-        jax.block_until_ready((logits, cache))
-        ended = time.perf_counter()
-        memory = compiled.memory_analysis()
-        temporary = memory.temp_size_in_bytes if memory else None
-        steps.append(StepReport(position, count, compiled_at - started, ended - compiled_at, temporary))
-    return MemoryReport((steps[0], steps[1]), _nbytes(model.params), cache_bytes, peak_bytes())
+        seconds = []
+        for _ in range(2):
+            session._hold([[token] * position])
+            started = time.perf_counter()
+            session.prefill([[token] * (position + count)]).block_until_ready()
+            seconds.append(time.perf_counter() - started)
+        steps.append(StepReport(position, count, *seconds))
+    memory = memory_report(model.params, session.cache, session.temporary_bytes)
+    return MemoryTest(tuple(steps), memory, peak_bytes())
 
 
-def describe(report: MemoryReport) -> list[str]:
-    """The report as lines for people."""
-    lines = []
-    for step in report.steps:
-        temporary = "" if step.temporary_bytes is None else f", temporaries {_size(step.temporary_bytes)}"
-        lines.append(
-            f"{step.tokens} token{'s' * (step.tokens != 1)} at position {step.position}: {1e3 * step.seconds:.1f} ms"
-            f"{temporary}, compiled in {step.compile_seconds:.1f} s"
-        )
-    peak = "not known" if report.peak_bytes is None else _size(report.peak_bytes)
-    lines.append(
-        f"weights {_size(report.weight_bytes)}, KV cache {_size(report.cache_bytes)}, peak memory {peak}"
-        f"{' of the process' if jax.default_backend() == 'cpu' else ''}"
-    )
+def describe(test: MemoryTest) -> list[str]:
+    """The result as lines for people."""
+    lines = [
+        f"{step.tokens} token{'s' * (step.tokens != 1)} at position {step.position}: {1e3 * step.seconds:.1f} ms, "
+        f"the first time {step.first_seconds:.1f} s"
+        for step in test.steps
+    ]
+    m = test.memory
+    lines.append(f"weights {_size(m.weights)}, KV cache {_size(m.cache)}, temporaries {_size(m.temporaries)}")
+    if m.host_weights or m.host_cache:
+        lines.append(f"in host memory: weights {_size(m.host_weights)}, KV cache {_size(m.host_cache)}")
+    peak = "not known" if test.peak_bytes is None else _size(test.peak_bytes)
+    lines.append(f"peak memory {peak}{' of the process' if jax.default_backend() == 'cpu' else ''}")
     return lines
 
 
@@ -105,10 +95,6 @@ def peak_bytes() -> int | None:
         return None
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak
-
-
-def _nbytes(tree: Any) -> int:
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
 
 
 def _size(n_bytes: float) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 import jax
@@ -97,6 +97,30 @@ def prefill(params: Params, tokens: Array, config: LlamaConfig, cache: KVCache, 
     x, counts = jax.device_put((x, counts), main)
     lengths = _advance(_hollow(cache), counts).lengths
     return _head(ends, x, counts, config), _joined(cache, parts, lengths)
+
+
+@partial(jax.jit, static_argnames="config")
+def _run_uncached(layers: Any, x: Array, config: LlamaConfig, counts: Array) -> Array:
+    positions = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2])
+    return blocks(layers, x, rope_rotations(positions, config), config, None, counts)[0]
+
+
+_norm = jax.jit(rms_norm, static_argnames="epsilon")
+
+
+def has_stages(params: Params) -> bool:
+    """Whether the layers are on different devices."""
+    return len({frozenset(layer.attention_norm.devices()) for layer in params.layers}) > 1
+
+
+def hidden_states(params: Params, tokens: Array, config: LlamaConfig, counts: Array) -> Array:
+    """`model.hidden_states` without a cache, one stage after the other: [B, T, D]."""
+    (main,) = params.output_norm.devices()
+    x = _embed(jax.device_put(tokens, main), params.embedding)
+    for (device,), layers in groupby(params.layers, lambda layer: layer.attention_norm.devices()):
+        x, there = jax.device_put((x, counts), device)
+        x = _run_uncached(tuple(layers), x, config, there)
+    return _norm(jax.device_put(x, main), params.output_norm, epsilon=config.norm_epsilon)
 
 
 def prefill_chunk(

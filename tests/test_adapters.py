@@ -89,6 +89,26 @@ def test_a_mesh_holds_the_factors_beside_their_weights(folder):
     np.testing.assert_allclose(logits(two), logits(one), atol=1e-5, rtol=0)
 
 
+def test_adapters_follow_layers_to_other_devices_and_to_host_memory(tmp_path):
+    config = tiny_gguf(tmp_path / "m.gguf", n_layers=2)
+    adapter = init_lora(jax.random.key(1), config, rank=2, targets=["wq", "w_down"])
+    adapter = {path: dataclasses.replace(f, b=jnp.ones_like(f.b)) for path, f in adapter.items()}
+    llama_jax.save_lora_gguf(tmp_path / "a.gguf", adapter, config)
+
+    def prefill(**options):
+        model = llama_jax.load(tmp_path / "m.gguf", n_ctx=16, lora=[tmp_path / "a.gguf"], **options)
+        return model.params, np.asarray(model.new_session().prefill([PROMPT]))
+
+    _, expected = prefill()
+    devices = tuple(jax.devices()[:2])
+    params, spread = prefill(placement=llama_jax.Placement(devices=devices, split_mode="layer"))
+    assert params.layers[0].wq.b.devices() != params.layers[1].wq.b.devices()
+    np.testing.assert_allclose(spread, expected, atol=1e-5)
+    params, streamed = prefill(placement=llama_jax.Placement(devices=devices[:1], gpu_layers=1))
+    assert params.layers[0].wq.a.sharding.memory_kind == "pinned_host"
+    np.testing.assert_allclose(streamed, expected, atol=1e-5)
+
+
 @pytest.fixture
 def command(monkeypatch, capsys):
     monkeypatch.setattr(options, "cache_compiled_programs", lambda: None)

@@ -49,6 +49,17 @@ def test_each_text_is_pooled_as_defined(params, states, pooling, normalize):
         np.testing.assert_allclose(vector, expected, atol=1e-5)
 
 
+def test_layers_on_several_devices_give_the_same():
+    config = tiny_config(n_layers=2)
+    params = tiny_params(config)
+    first, second = jax.devices()[:2]
+    layers = (jax.device_put(params.layers[0], second), jax.device_put(params.layers[1], first))
+    spread = jax.device_put(params, first).replace(layers=layers)
+    expected = list(embed_texts(params, config, TEXTS[:2], pooling="mean", **LIMITS))
+    got = list(embed_texts(spread, config, TEXTS[:2], pooling="mean", **LIMITS))
+    np.testing.assert_allclose(got, expected, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("texts", "options", "sentence"),
     [

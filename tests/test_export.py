@@ -94,16 +94,18 @@ def test_a_divided_model_is_refused(path, tmp_path):
 
 
 def test_the_memory_test_runs_both_ends_of_the_context(model):
-    report = memory_test(model)
-    assert [(step.position, step.tokens) for step in report.steps] == [(0, 8), (47, 1)]
-    assert report.weight_bytes == 4 * model.config.n_parameters
-    assert report.cache_bytes == 48 * model.config.kv_bytes_per_token(4) + 4
-    assert report.peak_bytes > 10 * report.weight_bytes
-    assert all(step.seconds > 0 and step.temporary_bytes > 0 for step in report.steps)
-    lines = describe(report)
+    test = memory_test(model)
+    assert [(step.position, step.tokens) for step in test.steps] == [(0, 8), (47, 1)]
+    assert test.memory.weights == 4 * model.config.n_parameters
+    assert test.memory.cache == 48 * model.config.kv_bytes_per_token(4) + 4
+    assert test.memory.temporaries > 0
+    assert test.peak_bytes > 10 * test.memory.weights
+    assert all(0 < step.seconds < step.first_seconds + 1 for step in test.steps)
+    lines = describe(test)
     assert lines[0].startswith("8 tokens at position 0: ")
     assert lines[1].startswith("1 token at position 47: ")
-    assert lines[2].startswith("weights 0.1 MB, KV cache ")
+    assert lines[2].startswith("weights 0.1 MB, KV cache 0.0 MB, temporaries ")
+    assert lines[3].endswith(" of the process")
 
 
 def test_the_commands(path, tmp_path, capsys, monkeypatch):

@@ -149,6 +149,8 @@ class GGUFModel(ModelFile):
         self._file = GGUFFile(path)
         try:
             self.metadata = self._file.metadata
+            if self.metadata.get("general.type") == "adapter":
+                raise FormatError(f"{path} is an adapter; name its model, and it with --lora (load(lora=...)).")
             found = self._file.tensors
             self.tensors = {p: info for name, info in found.items() if (p := names.path_of_gguf(name))}
             self.other_tensors = [
@@ -221,6 +223,8 @@ def open_model(path: str | Path) -> ModelFile:
     """
     path = Path(path)
     if os.path.isdir(path):
+        if (path / "adapter_config.json").exists() and not (path / "config.json").exists():
+            raise FormatError(f"{path} is an adapter; name its model, and it with --lora (load(lora=...)).")
         if not any((path / name).exists() for name in ("config.json", SINGLE_FILE, INDEX_FILE)):
             raise FormatError(f"{path} is a folder without config.json; name a Hugging Face folder or a .gguf file.")
         return HuggingFaceModel(path)

@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from llama_jax.errors import ArgumentError, FormatError
-from llama_jax.formats.load import interleave_rows
+from llama_jax.formats.load import interleave_rows, open_model
 from llama_jax.formats.lora import load_lora
 from llama_jax.formats.save import save_gguf
 from llama_jax.formats.save_lora import save_lora_gguf, save_peft
@@ -341,6 +341,14 @@ def test_what_is_no_adapter_is_said_to_be_so(tmp_path):
     save_gguf(tmp_path / "model.gguf", random_params(CONFIG), CONFIG)
     with pytest.raises(FormatError, match=r"general.type is None; an adapter for this model has 'adapter'"):
         load_lora(tmp_path / "model.gguf", CONFIG)
+
+
+def test_an_adapter_is_no_model(tmp_path, adapter):
+    save_lora_gguf(tmp_path / "a.gguf", adapter, CONFIG)
+    save_peft(tmp_path / "a", adapter)
+    for name in ("a.gguf", "a"):
+        with pytest.raises(FormatError, match=r"is an adapter; name its model, and it with --lora"):
+            open_model(tmp_path / name)
 
 
 def test_wrong_arguments_of_the_writers(tmp_path, adapter):
