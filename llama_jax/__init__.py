@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from llama_jax.cache import CACHE_TYPES, KVCache, advance, append, append_and_attend, init_cache
+    from llama_jax.completion import Completion
     from llama_jax.config import PRESETS, LlamaConfig, RopeScaling
     from llama_jax.embeddings import embed_texts, pooled_states
     from llama_jax.errors import ArgumentError, FormatError, LlamaJaxError
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from llama_jax.formats.save import save_gguf, save_hf
     from llama_jax.formats.save_lora import save_lora_gguf, save_peft
     from llama_jax.generate import DecodeState, decode, decode_step, generate_tokens, prefill, start_decoding
+    from llama_jax.grammar import Constraint, Grammar, gbnf, json_schema, lark, regex
     from llama_jax.llama import Llama, load
     from llama_jax.lora import LoraFactors, init_lora, merge_lora, with_lora
     from llama_jax.losses import loss, summed_loss, token_losses
@@ -38,6 +40,7 @@ __version__ = "0.1.0"
 # Public name -> module. Imported on first use, so that `import llama_jax` alone does not start jax.
 _PUBLIC = {
     "cache": ("CACHE_TYPES", "KVCache", "advance", "append", "append_and_attend", "init_cache"),
+    "completion": ("Completion",),
     "config": ("PRESETS", "LlamaConfig", "RopeScaling"),
     "embeddings": ("embed_texts", "pooled_states"),
     "errors": ("ArgumentError", "FormatError", "LlamaJaxError"),
@@ -47,6 +50,7 @@ _PUBLIC = {
     "formats.save": ("save_gguf", "save_hf"),
     "formats.save_lora": ("save_lora_gguf", "save_peft"),
     "generate": ("DecodeState", "decode", "decode_step", "generate_tokens", "prefill", "start_decoding"),
+    "grammar": ("Constraint", "Grammar", "gbnf", "json_schema", "lark", "regex"),
     "llama": ("Llama", "load"),
     "lora": ("LoraFactors", "init_lora", "merge_lora", "with_lora"),
     "losses": ("loss", "summed_loss", "token_losses"),

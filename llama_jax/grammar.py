@@ -1,4 +1,4 @@
-"""Constraints on what may be generated: regular expressions, JSON schemas and Lark grammars, through llguidance.
+"""Constraints on what may be generated: regular expressions, JSON schemas, GBNF and Lark grammars, through llguidance.
 
 The state of a row's grammar lives on the host; it tells which tokens may come next, and that set goes to the device as
 one bit a token, where `sample` applies it. llguidance comes with the extra `grammar`.
@@ -15,18 +15,20 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from llama_jax.errors import ArgumentError, plain
+from llama_jax.gbnf_notation import gbnf_to_lark
+from llama_jax.sampling.from_text import tokens_within
 
 if TYPE_CHECKING:
     from llama_jax.text.tokenizer import Tokenizer
 
-Kind = Literal["regex", "json_schema", "lark"]
+Kind = Literal["regex", "json_schema", "gbnf", "lark"]
 # At most so much white space stands between the parts of a JSON text; without a bound a small model may never end it.
 _JSON_SPACE = r"[ ]?|\n[ \t]{0,20}"
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What a text must match, whatever the vocabulary: made by `regex`, `json_schema` and `lark`."""
+    """What a text must match, whatever the vocabulary: made by `regex`, `json_schema`, `gbnf` and `lark`."""
 
     kind: Kind
     text: str
@@ -58,6 +60,16 @@ def json_schema(schema: Mapping[str, Any] | str | bool) -> Grammar:
         raise ArgumentError(f"The JSON schema is not JSON: {plain(error)}.") from None
 
 
+def gbnf(text: str) -> Grammar:
+    """The text matches rule `root` of a grammar in llama.cpp's notation.
+
+    Raises:
+      ArgumentError: a mistake in the notation; one sentence names its line.
+    """
+    gbnf_to_lark(_checked_text("grammar", text))
+    return Grammar("gbnf", text)
+
+
 def lark(text: str) -> Grammar:
     """The text matches rule `start` of a grammar in llguidance's variant of Lark's notation."""
     return Grammar("lark", _checked_text("grammar", text))
@@ -87,7 +99,13 @@ class ConstraintCompiler:
         wrong, messages = library.LLMatcher.validate_grammar_with_warnings(source, tokenizer)
         if wrong:
             raise ArgumentError(f"The {_NAMES[grammar.kind]} cannot be used: {plain(messages[0], 300)}.")
-        return Constraint(library.LLMatcher(tokenizer, source, log_level=0))
+        matcher = library.LLMatcher(tokenizer, source, log_level=0)
+        first = matcher.deep_copy()
+        first.compute_bitmask()
+        if error := first.get_error():
+            reason = "it takes no text" if error.startswith("NoExtension") else plain(error, 300)
+            raise ArgumentError(f"The {_NAMES[grammar.kind]} cannot be used: {reason}.")
+        return Constraint(matcher)
 
     @cached_property
     def _library_tokenizer(self) -> Any:
@@ -97,7 +115,7 @@ class ConstraintCompiler:
         return library.LLTokenizer(adapter, n_vocab=self._tokenizer.vocab_size, eos_token=ends or None)
 
 
-_NAMES = {"regex": "regular expression", "json_schema": "JSON schema", "lark": "grammar"}
+_NAMES = {"regex": "regular expression", "json_schema": "JSON schema", "gbnf": "grammar", "lark": "grammar"}
 
 
 def _library() -> Any:
@@ -116,7 +134,7 @@ def _library_grammar(library: Any, grammar: Grammar) -> str:
         return matcher.grammar_from_regex(grammar.text)
     if grammar.kind == "json_schema":
         return matcher.grammar_from_json_schema(grammar.text, overrides={"whitespace_pattern": _JSON_SPACE})
-    return matcher.grammar_from_lark(grammar.text)
+    return matcher.grammar_from_lark(gbnf_to_lark(grammar.text) if grammar.kind == "gbnf" else grammar.text)
 
 
 class _TokenizerAdapter:
@@ -128,32 +146,15 @@ class _TokenizerAdapter:
         ends = (tokenizer.eos_id, *tokenizer.eog_ids)
         self.eos_token_id = next((i for i in ends if i is not None), 0)
         ids = range(tokenizer.vocab_size)
-        data = [tokenizer.token_bytes(i) for i in ids]
         self.special_token_ids = [i for i in ids if tokenizer.is_control(i)]
-        # A byte that UTF-8 does not have marks what no text turns into.
-        self.tokens = [b"\xff" + tokenizer.piece(i).encode() if tokenizer.is_control(i) else data[i] for i in ids]
-        self._id_of = {text: i for i, text in zip(reversed(ids), reversed(data), strict=True) if text}
-        self._longest = max(map(len, self._id_of), default=0)
+        self.tokens = [
+            tokenizer.piece(i).encode() if tokenizer.is_control(i) else tokenizer.token_bytes(i) for i in ids
+        ]
 
     def __call__(self, text: str) -> list[int]:
-        if not isinstance(text, str):
+        if not isinstance(text, str):  # so that llguidance hands over strings
             raise TypeError(f"expected str, not {type(text).__name__}")
-        ids = self._tokenizer.encode(text, add_bos=False, add_eos=False)
-        if not self._tokenizer.add_space_prefix or not ids:
-            return ids
-        # The text goes on another one, so the space that encoding put before it has to go again.
-        first = self._tokenizer.token_bytes(ids[0])
-        return self._longest_match(first.removeprefix(b" ")) + ids[1:]
-
-    def _longest_match(self, data: bytes) -> list[int]:
-        ids = []
-        while data:
-            n = next((n for n in range(min(self._longest, len(data)), 0, -1) if data[:n] in self._id_of), None)
-            if n is None:
-                return ids
-            ids.append(self._id_of[data[:n]])
-            data = data[n:]
-        return ids
+        return tokens_within(self._tokenizer, text)
 
 
 class Constraint:
@@ -180,14 +181,14 @@ class TokenMasks:
         self._words = np.full((len(constraints), -(-vocab_size // 32)), -1, np.int32)
 
     def words(self) -> np.ndarray:
-        """[B, ceil(V / 32)] int32 as `sample` takes it; a view that the next call changes."""
+        """[B, ceil(V / 32)] int32 as `sample` takes it."""
         for row, matcher in zip(self._words, self._matchers, strict=True):
-            if matcher is None or matcher.is_stopped():
+            if matcher is None:
                 continue
             allowed = np.frombuffer(matcher.compute_bitmask(), np.int32)
             row[:] = 0
             row[: len(allowed)] = allowed[: len(row)]
-        return self._words
+        return self._words.copy()
 
     def accept(self, new: Sequence[Sequence[int]]) -> np.ndarray:
         """Takes each row's new tokens in; [B] bool tells the rows whose text is complete and allows nothing more.

@@ -19,9 +19,11 @@ from jax.typing import DTypeLike
 
 from llama_jax import checks
 from llama_jax.cache import cache_type
+from llama_jax.completion import Completion, complete
 from llama_jax.config import LlamaConfig
 from llama_jax.embeddings import Pooling, embed_texts
 from llama_jax.errors import ArgumentError, shown
+from llama_jax.grammar import Constraint, ConstraintCompiler, Grammar
 from llama_jax.model import Params, join_projections
 from llama_jax.placement import (
     Place,
@@ -39,6 +41,7 @@ from llama_jax.placement import (
 )
 from llama_jax.prompt_cache import PromptCache, Snapshot
 from llama_jax.sampling import SamplingParams, sampling_params
+from llama_jax.sampling.from_text import resolve_options
 from llama_jax.session import Session, Timings, check_prompt
 from llama_jax.text.chat import encode_chat
 from llama_jax.text.detokenize import StreamDetokenizer
@@ -51,6 +54,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DEFAULT_CONTEXT = 4096
+_MOST_CHOICES = 1024
 SHIPPED_MODEL = "shakespeare.gguf"
 
 
@@ -178,6 +182,13 @@ class Ending:
     stop: str | None = None
 
 
+def _stop_strings(stop: str | Sequence[str]) -> Sequence[str]:
+    stops = [stop] if isinstance(stop, str) else stop
+    if not isinstance(stops, Sequence) or not all(isinstance(text, str) for text in stops):
+        raise ArgumentError(f"stop is {stop!r}; it must be a string or a list of strings.")
+    return stops
+
+
 class Llama:
     """A model on its devices, with its tokenizer: `generate`, `stream` and `chat`.
 
@@ -213,6 +224,7 @@ class Llama:
         self.mesh = mesh
         self.plan = plan
         self.timings = Timings()  # of the latest generation
+        self._constraints = ConstraintCompiler(tokenizer)
         self.ending: Ending | None = None  # of the latest generation; None while it runs and after an interrupt
         self._idle_sessions: deque[Session] = deque(maxlen=1)
 
@@ -249,12 +261,21 @@ class Llama:
     def sampling(self, **options: Any) -> SamplingParams:
         """`sampling_params` that never takes an id which only pads the vocabulary.
 
-        Of `repeat_last_n`, -1 or more than the context means the whole context.
+        Options may also speak of text: see `sampling.from_text.resolve_options`.
         """
-        window = options.get("repeat_last_n")
-        if isinstance(window, int) and (window == -1 or window > self.n_ctx):
-            options["repeat_last_n"] = self.n_ctx
+        options = resolve_options(options, self.tokenizer, self.n_ctx)
         return sampling_params(**options, vocab_limit=self.tokenizer.vocab_size)
+
+    def constraint(self, grammar: Grammar | Constraint | None) -> Constraint | None:
+        """`grammar` for this model's vocabulary; raises ArgumentError if it cannot be followed."""
+        if grammar is None or isinstance(grammar, Constraint):
+            return grammar
+        if not isinstance(grammar, Grammar):
+            raise ArgumentError(
+                f"constraint is of type {type(grammar).__name__}; it must come from llama_jax.regex, json_schema, gbnf "
+                "or lark."
+            )
+        return self._constraints.compile(grammar)
 
     def tokenize_prompt(self, prompt: str | Sequence[int]) -> list[int]:
         """Token ids of a prompt, with the file's rule for the beginning-of-sequence token; never empty.
@@ -273,11 +294,11 @@ class Llama:
             raise ArgumentError("The prompt is empty and the vocabulary has no token to begin with; give a prompt.")
         return [start]
 
-    def warm_up(self, prompt: str | Sequence[int], **options: Any) -> None:
-        """Compiles what `stream(prompt, **options)` needs."""
+    def warm_up(self, prompt: str | Sequence[int], *, constrained: bool = False, **options: Any) -> None:
+        """Compiles what `stream(prompt, **options)` needs, with a constraint if `constrained`."""
         with self._session() as session:
-            ids = self.tokenize_prompt(prompt)
-            session.warm_up(self.sampling(**options), longest_prompt=len(ids), eos_ids=self.tokenizer.eog_ids)
+            needs: dict[str, Any] = dict(longest_prompt=len(self.tokenize_prompt(prompt)), constrained=constrained)
+            session.warm_up(self.sampling(**options), eos_ids=self.tokenizer.eog_ids, **needs)
 
     def memory_report(self) -> MemoryReport:
         """Bytes on the devices and in host memory; temporaries are those of what `warm_up` has compiled."""
@@ -293,6 +314,7 @@ class Llama:
         context_shift: bool = False,
         keep: int = 0,
         prompt_cache: PromptCache | None = None,
+        constraint: Grammar | Constraint | None = None,
         **sampling: Any,
     ) -> Generator[str]:
         """Yields the continuation of `prompt` as pieces of text.
@@ -308,7 +330,10 @@ class Llama:
           keep: tokens of the prompt that are never forgotten, besides the beginning-of-sequence token; -1: all of them.
           prompt_cache: a file that keeps what has been computed. The beginning that the prompt shares with it is not
             run again; with an empty prompt the text that it holds goes on, as if it had not ended after its max_tokens.
-          **sampling: temperature, top_k, top_p, min_p, repeat_penalty, repeat_last_n, seed: see `sampling_params`.
+          constraint: what the text must match, from `llama_jax.regex`, `json_schema`, `gbnf` or `lark`. The text ends
+            when nothing more may follow.
+          **sampling: temperature, top_k, top_p, min_p, repeat_penalty, seed and the rest of `sampling_params`, and
+            ignore_eos, penalize_nl, dry_sequence_breakers and texts in logit_bias, as `resolve_options` says.
         """
         saved = None if prompt_cache is None else self._read_cache(prompt_cache)
         resume = False
@@ -318,8 +343,12 @@ class Llama:
                 sampling["seed"] = [int(high) << 32 | int(low) for high, low in saved.sampler["seed"]]
         else:
             ids = self.tokenize_prompt(prompt)
+        if resume and constraint is not None:
+            raise ArgumentError("A text that a prompt cache holds cannot go on under a constraint; give a prompt.")
         kept = self._kept(ids, keep) if context_shift else None
-        options: dict[str, Any] = dict(continuation=True, keep=kept, prompt_cache=prompt_cache, resume=resume)
+        options: dict[str, Any] = dict(
+            continuation=True, keep=kept, prompt_cache=prompt_cache, resume=resume, constraint=constraint
+        )
         return self._checked_stream(ids, max_tokens, stop, sampling, **options)
 
     def _read_cache(self, prompt_cache: PromptCache) -> Snapshot | None:
@@ -346,19 +375,22 @@ class Llama:
         keep: int | None = None,
         prompt_cache: PromptCache | None = None,
         resume: bool = False,
+        constraint: Grammar | Constraint | None = None,
     ) -> Generator[str]:
         """Raises for wrong arguments now, not at the first piece."""
-        check_prompt(ids, self.n_ctx, self.config.vocab_size)
-        if max_tokens is not None:
-            max_tokens = checks.integer("max_tokens", max_tokens, 0, allowed="0 or above, or None for no limit")
-        stops = [stop] if isinstance(stop, str) else stop
-        if not isinstance(stops, Sequence) or not all(isinstance(text, str) for text in stops):
-            raise ArgumentError(f"stop is {stop!r}; it must be a string or a list of strings.")
-        text = StreamDetokenizer(self.tokenizer, stops, continuation=continuation)
+        limit = self._checked_limit(ids, max_tokens)
+        text = StreamDetokenizer(self.tokenizer, _stop_strings(stop), continuation=continuation)
         options = self.sampling(**sampling)
-        limit = checks.MOST if max_tokens is None else max_tokens
         limits = dict(max_tokens=limit, eos_ids=self.tokenizer.eog_ids, keep=None if keep is None else [keep])
+        if constraint is not None:
+            limits["constraints"] = [self.constraint(constraint)]
         return self._stream(None if resume else ids, text, options, limits, prompt_cache)
+
+    def _checked_limit(self, ids: list[int], max_tokens: int | None) -> int:
+        check_prompt(ids, self.n_ctx, self.config.vocab_size)
+        if max_tokens is None:
+            return checks.MOST
+        return checks.integer("max_tokens", max_tokens, 0, allowed="0 or above, or None for no limit")
 
     def _stream(
         self,
@@ -404,6 +436,40 @@ class Llama:
         """The continuation of `prompt`; arguments as in `stream`."""
         return "".join(self.stream(prompt, **options))
 
+    def complete(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        n: int = 1,
+        max_tokens: int | None = 256,
+        stop: str | Sequence[str] = (),
+        constraint: Grammar | Constraint | None = None,
+        **sampling: Any,
+    ) -> list[Completion]:
+        """`n` continuations of `prompt` with their tokens, why they ended and, on demand, log-probabilities.
+
+        Their seeds are counted up from `seed`, so that the first is what `generate` gives.
+
+        Args:
+          **sampling: as in `stream`; `logprobs=5` tells the five most likely tokens at each place, too.
+        """
+        n = checks.integer("n", n, 1, _MOST_CHOICES)
+        ids = self.tokenize_prompt(prompt)
+        limits: dict[str, Any] = dict(max_tokens=self._checked_limit(ids, max_tokens))
+        texts = [StreamDetokenizer(self.tokenizer, _stop_strings(stop), continuation=True) for _ in range(n)]
+        options = self.sampling(batch=n, **sampling)
+        if constraint is not None:
+            limits["constraints"] = [self.constraint(constraint)] * n
+        eog = self.tokenizer.eog_ids
+        if n == 1:
+            with self._session() as session:
+                return complete(session, [ids], texts, options, eog, limits)
+        session = self.new_session(n)
+        try:
+            return complete(session, [ids] * n, texts, options, eog, limits)
+        finally:
+            self.timings = session.timings
+
     def stream_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -413,6 +479,7 @@ class Llama:
         context_shift: bool = False,
         keep: int = 0,
         template: str | None = None,
+        constraint: Grammar | Constraint | None = None,
         **sampling: Any,
     ) -> Generator[str]:
         """Yields the assistant's answer to `messages`, each {"role": ..., "content": ...}, through the chat template.
@@ -422,7 +489,8 @@ class Llama:
         """
         ids = encode_chat(self.tokenizer, messages, template=template)
         kept = self._kept(ids, keep) if context_shift else None
-        return self._checked_stream(ids, max_tokens, stop, sampling, continuation=False, keep=kept)
+        limits: dict[str, Any] = dict(keep=kept, constraint=constraint)
+        return self._checked_stream(ids, max_tokens, stop, sampling, continuation=False, **limits)
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """The assistant's answer to `messages`; arguments as in `stream_chat`."""

@@ -57,7 +57,7 @@ _forget_jit = _jit(forget, stages.forget_slots, ("config",), ("cache",))
 _shift_jit = _jit(shift_context, stages.shift_context, ("config",), ("state",))
 _decode_jit = _jit(decode, stages.decode, ("config", "max_steps"), ("state",))
 _next_logits_jit = _jit(next_logits, stages.next_logits, ("config",), ("state",))
-_sample_jit = _jit(sample_next, stages.sample, (), ("logits", "state"))
+_sample_jit = _jit(sample_next, stages.sample, (), ("state",))
 
 
 def chunk_lengths(n_batch: int) -> tuple[int, ...]:
@@ -290,7 +290,7 @@ class Session:
         mask = None if masks is None else jnp.asarray(masks.words())
         state = _start_jit(logits, self.cache, sampler, sampling, eos, mask=mask)
         self.cache = state.cache
-        new = self._taken(state.token[:, None], np.ones(self.batch, np.int32), state.logprobs)
+        new = self._latest(state, np.ones(self.batch, np.int32))
         self.timings.prompt_seconds = time.perf_counter() - started
         yield from self._go_on(state, new, sampling, eos, max_tokens, keep, masks)
 
@@ -431,8 +431,11 @@ class Session:
         self.cache = state.cache
         state = _sample_jit(logits, state, sampling, eos, jnp.asarray(masks.words()))
         self.cache = state.cache
-        logprobs = state.logprobs and jax.tree.map(lambda x: x[:, None], state.logprobs)
-        return state, self._taken(state.token[:, None], running.astype(np.int32), logprobs), 1
+        return state, self._latest(state, running.astype(np.int32)), 1
+
+    def _latest(self, state: DecodeState, counts: np.ndarray) -> list[list[int]]:
+        """The latest token of each row for which `counts` is 1."""
+        return self._taken(state.token[:, None], counts, jax.tree.map(lambda x: x[:, None], state.logprobs))
 
     def _taken(self, tokens: Array, counts: Array | np.ndarray, logprobs: Logprobs | None) -> list[list[int]]:
         """The first `counts` [B] of each row's `tokens` [B, T]; their log-probabilities join `self.logprobs`."""
@@ -448,11 +451,19 @@ class Session:
                 self.logprobs[row] += token_logprobs(ids, logprobs, row)
         return new
 
-    def warm_up(self, sampling: SamplingParams, *, longest_prompt: int, eos_ids: Sequence[int] = ()) -> None:
+    def warm_up(
+        self,
+        sampling: SamplingParams,
+        *,
+        longest_prompt: int,
+        eos_ids: Sequence[int] = (),
+        constrained: bool = False,
+    ) -> None:
         """Compiles what a generation will need, by running it on nothing: no token is written.
 
         Args:
           longest_prompt: most new prompt tokens that will come.
+          constrained: there will be constraints.
         """
         logits = jnp.zeros((self.batch, self.config.vocab_size), jnp.float32)
         nothing = jnp.zeros(self.batch, jnp.int32)
@@ -465,8 +476,16 @@ class Session:
                 _prefill_jit, self.params, tokens, self.config, self.cache, nothing, logits
             )
         eos = jnp.asarray(list(eos_ids), jnp.int32)
-        state = _start_jit(logits, self.cache, start_state(sampling), sampling, eos)
-        state, *_ = self._noted(_decode_jit, self.params, self.config, state, sampling, eos, _MAX_STEPS, jnp.int32(0))
+        mask = jnp.asarray(TokenMasks([None] * self.batch, self.config.vocab_size).words()) if constrained else None
+        state = _start_jit(logits, self.cache, start_state(sampling), sampling, eos, mask=mask)
+        if constrained:
+            state = replace(state, done=jnp.ones(self.batch, jnp.bool_))
+            logits, state = _next_logits_jit(self.params, self.config, state)
+            state = _sample_jit(logits, state, sampling, eos, mask)
+        else:
+            state, *_ = self._noted(
+                _decode_jit, self.params, self.config, state, sampling, eos, _MAX_STEPS, jnp.int32(0)
+            )
         self.cache = state.cache
         jax.block_until_ready(self.cache)
 

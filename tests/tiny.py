@@ -8,7 +8,9 @@ from typing import Any
 import jax
 
 from llama_jax.config import LlamaConfig
+from llama_jax.formats.load import open_model
 from llama_jax.formats.save import save_gguf
+from llama_jax.llama import Llama, shipped_model
 from llama_jax.model import Params, init_params
 
 
@@ -36,3 +38,11 @@ def tiny_gguf(path: Path, types: str = "F32", **changes: Any) -> LlamaConfig:
     }
     save_gguf(path, tiny_params(config), config, metadata=vocabulary, types=types)
     return config
+
+
+def tiny_llama(n_ctx: int = 256, **changes: Any) -> Llama:
+    """The shipped vocabulary before a model of one layer that has learnt nothing: quick to compile."""
+    with open_model(shipped_model()) as file:
+        tokenizer = file.tokenizer()
+    config = tiny_config(**(dict(vocab_size=2048, n_layers=1, context_length=n_ctx) | changes))
+    return Llama(config, tiny_params(config), tokenizer, n_ctx=n_ctx)

@@ -109,8 +109,10 @@ def run(arguments: argparse.Namespace) -> None:
     texts = _texts(arguments)
     model, load_seconds = options.load_model(arguments)
     sampling = options.sampling_options(arguments, model.n_ctx)
-    options.compile_ahead(model, texts["system"] or texts["prompt"] or "", sampling)
-    stream_options = sampling | options.length_options(arguments)
+    constraint = options.grammar(arguments)
+    first_text = texts["system"] or texts["prompt"] or ""
+    options.compile_ahead(model, first_text, sampling, constrained=constraint is not None)
+    stream_options = sampling | options.length_options(arguments) | dict(constraint=constraint)
     terminal = Terminal(
         color=arguments.color,
         multiline=arguments.multiline_input,

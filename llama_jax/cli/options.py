@@ -16,6 +16,7 @@ from llama_jax.cli.placement import add_placement_options, join_hosts, placement
 from llama_jax.errors import ArgumentError
 
 if TYPE_CHECKING:
+    from llama_jax.grammar import Grammar
     from llama_jax.llama import Llama
     from llama_jax.prompt_cache import PromptCache
 
@@ -149,40 +150,141 @@ def prompt_cache(arguments: argparse.Namespace) -> PromptCache | None:
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    """What `sampling_options` reads."""
+    """What `sampling_options` and `grammar` read."""
     group = parser.add_argument_group("sampling")
-    group.add_argument("-s", "--seed", type=int, default=-1, metavar="N", help="64-bit seed; default -1, random")
+
+    def number(*names: str, default: float, help: str, kind: type = float) -> None:
+        letter = "N" if kind is int else "X"
+        group.add_argument(*names, type=kind, default=default, metavar=letter, help=f"{help}; default {default}")
+
+    number("-s", "--seed", kind=int, default=-1, help="64-bit seed, -1: random")
     group.add_argument(
-        "--temp", type=float, default=0.8, metavar="T", help="temperature, 0 or less: greedy; default 0.8"
+        "--samplers",
+        metavar="NAMES",
+        help="their order; default penalties;dry;top_n_sigma;top_k;tfs_z;typ_p;top_p;min_p;xtc;temperature",
     )
-    group.add_argument("--top-k", type=int, default=40, metavar="N", help="0: all; default 40")
-    group.add_argument("--top-p", type=float, default=0.95, metavar="P", help="1: off; default 0.95")
-    group.add_argument("--min-p", type=float, default=0.05, metavar="P", help="0: off; default 0.05")
-    group.add_argument("--repeat-penalty", type=float, default=1.0, metavar="X", help="1: off; default 1")
-    group.add_argument("--repeat-last-n", type=int, default=64, metavar="N", help="tokens penalised; -1: context")
+    group.add_argument(
+        "--sampler-seq", "--sampling-seq", dest="samplers", metavar="LETTERS", help="the same in letters: edskfypmxt"
+    )
+    number("--temp", default=0.8, help="temperature, 0 or less: greedy")
+    number("--dynatemp-range", default=0.0, help="temperature up to this much lower or higher, by entropy; 0: off")
+    number("--dynatemp-exp", default=1.0, help="exponent of that")
+    number("--top-k", kind=int, default=40, help="the best N tokens; 0: all")
+    number("--top-p", default=0.95, help="the best tokens of this probability; 1: off")
+    number("--min-p", default=0.05, help="tokens of this share of the best one's probability; 0: off")
+    number("--top-n-sigma", "--top-nsigma", default=-1.0, help="logits this many deviations below the best; -1: off")
+    number("--typical", "--typical-p", default=1.0, help="locally typical sampling; 1: off")
+    number("--tfs", default=1.0, help="tail-free sampling; 1: off")
+    number("--xtc-probability", default=0.0, help="how often XTC takes the likely tokens out; 0: off")
+    number("--xtc-threshold", default=0.1, help="the probability that makes a token likely; above 0.5: off")
+    number("--min-keep", kind=int, default=0, help="tokens that are left at least")
+    number("--repeat-last-n", kind=int, default=64, help="tokens that are penalised; 0: off, -1: context")
+    number("--repeat-penalty", default=1.0, help="1: off")
+    number("--presence-penalty", default=0.0, help="0: off")
+    number("--frequency-penalty", default=0.0, help="0: off")
+    group.add_argument("--no-penalize-nl", action="store_true", help="the three penalties leave the newline alone")
+    number("--dry-multiplier", default=0.0, help="penalty for repeated sequences; 0: off")
+    number("--dry-base", default=1.75, help="its growth with each token")
+    number("--dry-allowed-length", kind=int, default=2, help="longest sequence without a penalty")
+    number("--dry-penalty-last-n", kind=int, default=64, help="tokens it looks at; 0: off, -1: context")
+    group.add_argument(
+        "--dry-sequence-breaker",
+        action="append",
+        metavar="TEXT",
+        help=r"no sequence reaches over it; may be repeated; none: no breaker; default: \n : \" *",
+    )
+    number("--mirostat", kind=int, default=0, help="version 1 or 2 in place of all but the temperature; 0: off")
+    number("--mirostat-lr", default=0.1, help="its learning rate")
+    number("--mirostat-ent", default=5.0, help="its target, bits")
+    group.add_argument(
+        "-l",
+        "--logit-bias",
+        action="append",
+        default=[],
+        metavar="ID(+/-)X",
+        help="15043+1: more likely; 15043-inf: never; may be repeated",
+    )
+    group.add_argument("--ignore-eos", action="store_true", help="never end the text by itself")
+    group = parser.add_argument_group("what the text must match (one of them)").add_mutually_exclusive_group()
+    group.add_argument("--grammar", metavar="GBNF", help="a grammar in llama.cpp's notation")
+    group.add_argument("--grammar-file", type=Path, metavar="FILE", help="the same from a file")
+    group.add_argument("-j", "--json-schema", metavar="SCHEMA", help="a JSON schema; {} takes any JSON")
+    group.add_argument("-jf", "--json-schema-file", type=Path, metavar="FILE", help="the same from a file")
+    group.add_argument("--regex", metavar="PATTERN", help="a regular expression")
 
 
 def sampling_options(arguments: argparse.Namespace, n_ctx: int) -> dict[str, Any]:
-    """Keyword arguments of `llama_jax.sampling_params`."""
-    return dict(
+    """Keyword arguments of `Llama.sampling`."""
+    breakers = arguments.dry_sequence_breaker
+    options: dict[str, Any] = dict(
         temperature=max(arguments.temp, 0.0),
+        dynatemp_range=arguments.dynatemp_range,
+        dynatemp_exponent=arguments.dynatemp_exp,
         top_k=arguments.top_k,
         top_p=arguments.top_p,
         min_p=arguments.min_p,
-        repeat_penalty=arguments.repeat_penalty,
+        top_n_sigma=arguments.top_n_sigma,
+        typical_p=arguments.typical,
+        tfs_z=arguments.tfs,
+        xtc_probability=arguments.xtc_probability,
+        xtc_threshold=arguments.xtc_threshold,
+        min_keep=arguments.min_keep,
         repeat_last_n=n_ctx if arguments.repeat_last_n == -1 else min(arguments.repeat_last_n, n_ctx),
+        repeat_penalty=arguments.repeat_penalty,
+        presence_penalty=arguments.presence_penalty,
+        frequency_penalty=arguments.frequency_penalty,
+        penalize_nl=not arguments.no_penalize_nl,
+        dry_multiplier=arguments.dry_multiplier,
+        dry_base=arguments.dry_base,
+        dry_allowed_length=arguments.dry_allowed_length,
+        dry_penalty_last_n=n_ctx if arguments.dry_penalty_last_n == -1 else min(arguments.dry_penalty_last_n, n_ctx),
+        mirostat=arguments.mirostat,
+        mirostat_eta=arguments.mirostat_lr,
+        mirostat_tau=arguments.mirostat_ent,
+        logit_bias=dict(map(_bias, arguments.logit_bias)),
+        ignore_eos=arguments.ignore_eos,
+        samplers=arguments.samplers,
         seed=arguments.seed,
     )
+    if breakers is not None:
+        options["dry_sequence_breakers"] = [unescape(text) for text in breakers if text != "none"]
+    return options
+
+
+def _bias(text: str) -> tuple[int, float]:
+    found = re.fullmatch(r"\s*(\d+)\s*([+-]\s*(?:inf|[\d.]+(?:[eE][+-]?\d+)?))\s*", text)
+    try:
+        return int(found[1]), float(found[2].replace(" ", ""))  # pyright: ignore[reportOptionalSubscript]
+    except (TypeError, ValueError):
+        raise ArgumentError(f"--logit-bias is {text!r}; it must be like 15043+1.5 or 15043-inf.") from None
+
+
+def grammar(arguments: argparse.Namespace) -> Grammar | None:
+    """What --grammar, --json-schema, --regex and their files ask for."""
+    from llama_jax.grammar import gbnf, json_schema, regex
+
+    if arguments.grammar is not None:
+        return gbnf(arguments.grammar)
+    if arguments.grammar_file is not None:
+        return gbnf(read_text_file(arguments.grammar_file))
+    if arguments.json_schema is not None:
+        return json_schema(arguments.json_schema)
+    if arguments.json_schema_file is not None:
+        return json_schema(read_text_file(arguments.json_schema_file))
+    return None if arguments.regex is None else regex(arguments.regex)
 
 
 def check_sampling(arguments: argparse.Namespace) -> None:
     """Raises ArgumentError for wrong sampling options, before a model has been loaded for nothing."""
     from llama_jax.placement import check_devices
     from llama_jax.sampling import sampling_params
+    from llama_jax.sampling.from_text import TEXT_OPTIONS
 
     join_hosts(arguments)
     check_devices()
-    sampling_params(**sampling_options(arguments, n_ctx=1))
+    options = sampling_options(arguments, n_ctx=1)
+    sampling_params(**{name: value for name, value in options.items() if name not in TEXT_OPTIONS})
+    grammar(arguments)
 
 
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "'": "'", '"': '"', "\\": "\\"}
@@ -290,12 +392,12 @@ def load_model(arguments: argparse.Namespace) -> tuple[Llama, float]:
     return model, seconds
 
 
-def compile_ahead(model: Llama, prompt: str, sampling: dict[str, Any]) -> None:
+def compile_ahead(model: Llama, prompt: str, sampling: dict[str, Any], *, constrained: bool = False) -> None:
     """Compiles what `model.stream(prompt, **sampling)` needs, and says so on a terminal."""
     on_terminal = sys.stderr.isatty()
     if on_terminal:
         print("compiling ...", end="\r", file=sys.stderr, flush=True)
-    model.warm_up(prompt, **sampling)
+    model.warm_up(prompt, constrained=constrained, **sampling)
     if on_terminal:
         print(" " * len("compiling ..."), end="\r", file=sys.stderr, flush=True)
     if model.plan is not None and model.plan.devices:

@@ -109,7 +109,7 @@ def sampler_order(samplers: str | Sequence[str]) -> tuple[str, ...]:
     """
     if isinstance(samplers, str):
         parts = [part.strip() for part in samplers.replace(",", ";").split(";") if part.strip()]
-        if len(parts) == 1 and parts[0] not in SAMPLERS and parts[0] not in _ALIASES:
+        if len(parts) == 1 and set(parts[0]) <= set(_LETTERS):
             parts = list(parts[0])
     else:
         parts = list(samplers)
