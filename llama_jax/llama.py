@@ -381,7 +381,9 @@ class Llama:
         limit = self._checked_limit(ids, max_tokens)
         text = StreamDetokenizer(self.tokenizer, _stop_strings(stop), continuation=continuation)
         options = self.sampling(**sampling)
-        limits = dict(max_tokens=limit, eos_ids=self.tokenizer.eog_ids, keep=None if keep is None else [keep])
+        limits: dict[str, Any] = dict(
+            max_tokens=limit, eos_ids=self.tokenizer.eog_ids, keep=None if keep is None else [keep]
+        )
         if constraint is not None:
             limits["constraints"] = [self.constraint(constraint)]
         return self._stream(None if resume else ids, text, options, limits, prompt_cache)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -254,7 +254,7 @@ class Session:
         eos_ids: Sequence[int] = (),
         keep: Sequence[int] | None = None,
         constraints: Sequence[Constraint | None] = (),
-    ) -> Iterator[list[list[int]]]:
+    ) -> Generator[list[list[int]]]:
         """Yields each row's new tokens as they come, some at a time, `eos_ids` included, until all rows have ended.
 
         A row ends with one of `eos_ids`, after `max_tokens`, when its cache is full, or when its constraint allows

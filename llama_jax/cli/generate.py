@@ -85,7 +85,7 @@ def _print_json(model: Llama, prompt: str, arguments: argparse.Namespace, sampli
 
     done = model.complete(prompt, n=arguments.choices, logprobs=arguments.n_probs, **length, **sampling)
     for index, completion in enumerate(done):
-        line = dict(
+        line: dict[str, Any] = dict(
             index=index,
             text=completion.text,
             finish_reason=completion.finish_reason,
