@@ -22,6 +22,7 @@ from llama_jax.config import LlamaConfig
 from llama_jax.errors import ArgumentError, shown
 from llama_jax.linear import Joined, LoraWeight
 from llama_jax.model import Layer, Params, by_path, parameter_specs
+from llama_jax.offload import through_device
 from llama_jax.quantization.packed import QuantizedTensor, dequantize_packed
 
 _FIELDS = [field.name for field in dataclasses.fields(Layer)]
@@ -159,7 +160,7 @@ def merge_lora(params: Params) -> Params:
     def merge(path: str, weight: Any) -> Any:
         if isinstance(weight, Joined):
             return Joined(merge(path, weight.rows), weight.outs)
-        return _merged(weight) if isinstance(weight, LoraWeight) else weight
+        return through_device(_merged, weight) if isinstance(weight, LoraWeight) else weight
 
     return map_weights(merge, params)
 

@@ -141,7 +141,7 @@ def summed_token_losses(
     """`head_loss` of the hidden states `x` [B, T, D] by whatever the model's head is, packed or adapted weights too."""
     head = _head(params)
     if isinstance(head, jax.Array):
-        return head_loss(x, head, targets, weights, z_loss)
+        return head_loss(x, head[: params.vocab_size], targets, weights, z_loss)
     if z_loss:
         raise ArgumentError(f"z_loss is {z_loss}; a head that is not a plain array allows 0 only.")
     total = jnp.sum(token_losses(params, x, targets) * weights)

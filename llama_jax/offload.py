@@ -46,3 +46,10 @@ def map_through_device(function: Callable[[Any], Any], trees: Sequence[Any], aft
         after = jax.tree.leaves(new)[0]
         results.append(back_home(new, tree))
     return tuple(results)
+
+
+def through_device(function: Callable[[Any], Array], tree: Any) -> Array:
+    """`function` of `tree` on the device; in host memory where some of `tree` is there. For use outside of jit."""
+    if not any(map(on_host, jax.tree.leaves(tree))):
+        return function(tree)
+    return jax.device_put(function(jax.device_put(tree, DEVICE)), HOST)

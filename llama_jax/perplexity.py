@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from llama_jax import stages
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ArgumentError
 from llama_jax.losses import token_losses
@@ -44,6 +45,17 @@ def _chunk_losses(params: Params, tokens: Array, config: LlamaConfig) -> Array:
     return token_losses(params, x[:, :-1], tokens[:, 1:])
 
 
+_token_losses = jax.jit(token_losses)
+
+
+def _losses(params: Params, tokens: Array, config: LlamaConfig) -> Array:
+    if not stages.has_stages(params):
+        return _chunk_losses(params, tokens, config)
+    x = stages.hidden_states(params, tokens, config, jnp.full(tokens.shape[0], tokens.shape[1], jnp.int32))
+    ends = params.replace(layers=())  # type: ignore[attr-defined]
+    return _token_losses(ends, x[:, :-1], tokens[:, 1:])
+
+
 def perplexity(
     params: Params,
     config: LlamaConfig,
@@ -75,7 +87,7 @@ def perplexity(
     for start in range(0, n_chunks, rows):
         part = chunks[start : start + rows]
         padded = np.pad(part, ((0, rows - len(part)), (0, 0)))
-        losses = np.asarray(_chunk_losses(params, jnp.asarray(padded), config), np.float64)[:, n_ctx // 2 :]
+        losses = np.asarray(_losses(params, jnp.asarray(padded), config), np.float64)[:, n_ctx // 2 :]
         for done, row in enumerate(losses[: len(part)], start + 1):
             total += float(row.sum())
             squares += float((row**2).sum())

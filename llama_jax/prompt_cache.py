@@ -25,6 +25,7 @@ from llama_jax.config import LlamaConfig
 from llama_jax.errors import ArgumentError, FormatError
 from llama_jax.formats.files import MappedFile, replacing
 from llama_jax.formats.safetensors import NUMPY_TYPES, read_header, read_metadata
+from llama_jax.offload import DEVICE
 
 if TYPE_CHECKING:
     from llama_jax.session import Session
@@ -54,6 +55,7 @@ class Snapshot:
 
 @jax.jit
 def _sum_of_words(x: Array) -> Array:
+    x = jax.device_put(x, DEVICE)
     word = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
     return jnp.sum(jax.lax.bitcast_convert_type(x, word).astype(jnp.uint32), dtype=jnp.uint32)
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ArgumentError
-from llama_jax.model import ParameterSpec, by_path, parameter_specs
-
-AXES = ("data", "fsdp", "tensor")
+from llama_jax.model import by_path, parameter_specs
+from llama_jax.placement import device_mesh, param_shardings
+from llama_jax.placement.sharding import AXES
 
 
 def training_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1) -> Mesh:
@@ -28,7 +28,7 @@ def training_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1) -> Mesh:
             f"A mesh of data={data}, fsdp={fsdp}, tensor={tensor} was asked for; its product must be from 1 to the "
             f"{available} devices that there are, and all of them where there are several hosts."
         )
-    return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * 3, devices=jax.devices()[:n])
+    return device_mesh(data, fsdp, tensor)
 
 
 def parse_mesh(text: str) -> dict[str, int]:
@@ -44,23 +44,7 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 def weight_shardings(config: LlamaConfig, mesh: Mesh) -> dict[str, NamedSharding]:
     """Where each weight lies, by parameter path; an axis whose size does not divide is kept whole."""
-    fsdp, tensor = mesh.shape["fsdp"], mesh.shape["tensor"]
-    divided = {
-        "HE": config.n_kv_heads % tensor == 0,
-        "KE": config.n_kv_heads % tensor == 0,
-        "F": config.d_ff % tensor == 0,
-        "V": config.vocab_size % tensor == 0,
-    }
-
-    def axis(letter: str, is_matrix: bool) -> str | None:
-        if letter == "D":
-            return "fsdp" if is_matrix and config.d_model % fsdp == 0 else None
-        return "tensor" if divided[letter] else None
-
-    def sharding(spec: ParameterSpec) -> NamedSharding:
-        return NamedSharding(mesh, PartitionSpec(*(axis(letter, len(spec.axes) > 1) for letter in spec.axes)))
-
-    return {path: sharding(spec) for path, spec in by_path(parameter_specs(config)).items()}
+    return by_path(param_shardings(config, mesh))
 
 
 def state_shardings(state: Any, config: LlamaConfig, mesh: Mesh) -> Any:

@@ -147,7 +147,8 @@ def save_hf(
 
 def _leaf(params: Params, path: str) -> Any:
     layer, _, field = path.rpartition(".")
-    return getattr(params.layers[int(layer.split(".")[1])] if layer else params, field)
+    leaf = getattr(params.layers[int(layer.split(".")[1])] if layer else params, field)
+    return leaf[: params.vocab_size] if path in ("embedding", "output_head") else leaf
 
 
 def _get(params: Params, path: str) -> np.ndarray:

@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 
 from llama_jax import Placement, Session, forward, load, memory_report, param_shardings, place_params, sampling_params
+from llama_jax.lora import init_lora, merge_lora, with_lora
 from llama_jax.model import by_path, join_projections
 from llama_jax.offload import on_host
-from llama_jax.placement import plan_mesh, resolve
+from llama_jax.perplexity import perplexity
+from llama_jax.placement import place_beside, plan_mesh, resolve
+from llama_jax.prompt_cache import fingerprint
 from llama_jax.quantization.packed import pack
 from tests.tiny import tiny_config, tiny_params
 
@@ -165,3 +168,37 @@ def test_names_of_the_parameters_match():
     assert set(by_path(param_shardings(CONFIG, plan_mesh(resolve(Placement(devices=jax.devices()[:2]), 4))))) == set(
         by_path(tiny_params(CONFIG))
     )
+
+
+@pytest.mark.parametrize("merge", [False, True])
+def test_adapters_of_weights_in_host_memory(merge):
+    params = tiny_params(CONFIG)
+    adapter = init_lora(jax.random.key(1), CONFIG, rank=2, targets=["wq", "w_down", "output_head"])
+    adapter = {path: f.replace(b=f.b + 0.1) for path, f in adapter.items()}
+    there, _ = placed(params, Placement(gpu_layers=1, devices=CPU))
+    weights = by_path(there)
+    changed = with_lora(there, {path: place_beside(weights[path], f) for path, f in adapter.items()})
+    changed = merge_lora(changed) if merge else changed
+    assert memory_kinds(jax.tree.leaves(changed.layers[0].wq)[0]) == {"pinned_host"}
+    tokens = jnp.asarray([PROMPTS[0]])
+    run = jax.jit(forward, static_argnames="config")
+    wanted, _ = run(with_lora(params, adapter), tokens, CONFIG)
+    np.testing.assert_allclose(run(changed, tokens, CONFIG)[0], wanted, atol=1e-4)
+
+
+def test_a_fingerprint_does_not_depend_on_the_memory():
+    params = tiny_params(CONFIG)
+    there, _ = placed(params, Placement(gpu_layers=0, devices=CPU))
+    assert fingerprint(there, CONFIG) == fingerprint(params, CONFIG)
+
+
+def test_perplexity_wherever_the_layers_are():
+    params = tiny_params(CONFIG)
+    ids = np.random.default_rng(0).integers(0, CONFIG.vocab_size, 24).tolist()
+
+    def score(params):
+        return [e.perplexity for e in perplexity(params, CONFIG, ids, n_ctx=12)]
+
+    wanted = score(params)
+    for options in (dict(gpu_layers=1, devices=CPU), dict(tensor_split=(2, 1), devices=jax.devices()[:2])):
+        assert score(placed(params, Placement(**options))[0]) == pytest.approx(wanted, rel=1e-5)

@@ -22,6 +22,7 @@ from llama_jax import (
     place_params,
     prefill,
     sampling_params,
+    save_gguf,
     start_decoding,
     tensor_mesh,
 )
@@ -329,3 +330,17 @@ def test_weights_are_on_the_default_device_without_a_mesh():
     array = place("embedding", np.ones((2, 2), np.float32))
     assert array.devices() == {jax.devices()[0]}
     assert array.dtype == jnp.float32
+
+
+def test_a_padded_vocabulary_is_no_part_of_losses_and_files(tmp_path):
+    config = tiny_config(vocab_size=101)
+    params = tiny_params(config)
+    divided = placed(params, config, tensor_mesh(4))
+    assert divided.embedding.shape[0] == divided.output_head.shape[0] == 104
+    rows = jnp.asarray(np.random.default_rng(0).integers(0, 101, (2, 9), np.int32))
+    step = jax.jit(loss, static_argnames="config")
+    wanted = step(params, rows[:, :-1], rows[:, 1:], config)
+    np.testing.assert_allclose(step(divided, rows[:, :-1], rows[:, 1:], config), wanted, rtol=1e-5)
+    save_gguf(tmp_path / "divided.gguf", divided, config, types="F32")
+    save_gguf(tmp_path / "whole.gguf", params, config, types="F32")
+    assert (tmp_path / "divided.gguf").read_bytes() == (tmp_path / "whole.gguf").read_bytes()
