@@ -47,7 +47,7 @@ from llama_jax.text.chat import encode_chat
 from llama_jax.text.detokenize import StreamDetokenizer
 
 if TYPE_CHECKING:
-    from llama_jax.adapters import LoraSource
+    from llama_jax.adapters import AppliedAdapters, LoraSource
     from llama_jax.placement.devices import MemoryReport
     from llama_jax.text.tokenizer import Tokenizer
 
@@ -119,9 +119,10 @@ def load(
       FormatError: the file is damaged or of an unsupported kind.
       ArgumentError: an argument is out of range or the path does not exist.
     """
-    from llama_jax.adapters import apply_adapters, load_adapters, with_base
+    from llama_jax.adapters import AppliedAdapters, load_adapters, with_base
     from llama_jax.formats.hub import resolve_path
     from llama_jax.formats.load import load_params, open_model, weight_bytes
+    from llama_jax.lora import merge_lora as merged
 
     n_ctx, n_batch = _checked_limits(n_ctx, n_batch)
     if mesh is not None and placement is not None:
@@ -152,13 +153,22 @@ def load(
         if lora_base is not None:
             params = with_base(params, resolve_path(lora_base), adapters, config, dtype, place)
         if merge_lora:
-            params, adapters = apply_adapters(params, adapters, merge=True), []
+            params, adapters = merged(AppliedAdapters(params, adapters).params()), []
         if mesh is None and on_gpu:
             params = join_projections(params)
-        params = apply_adapters(params, adapters)
-        return Llama(
-            config, params, tokenizer, n_ctx=n_ctx, n_batch=n_batch, cache_dtype=cache_dtype, mesh=mesh, plan=plan
+        applied = AppliedAdapters(params, adapters)
+        model = Llama(
+            config,
+            applied.params(),
+            tokenizer,
+            n_ctx=n_ctx,
+            n_batch=n_batch,
+            cache_dtype=cache_dtype,
+            mesh=mesh,
+            plan=plan,
         )
+        model.adapters = applied
+        return model
 
 
 def _with_progress(place: Place, total: int, progress: Callable[[int, int], None]) -> Place:
@@ -215,6 +225,7 @@ class Llama:
             )
         self.config = config
         self.params = params
+        self.adapters: AppliedAdapters | None = None  # of `load(lora=...)`
         self.tokenizer = tokenizer
         self.n_ctx = _context(config, n_ctx)
         if self.n_ctx > config.context_length:
@@ -255,8 +266,19 @@ class Llama:
             yield session
         finally:
             self.timings = session.timings
-            if not session.cache.lengths.is_deleted():  # an interrupt or a lack of memory amid a step loses the cache
+            lost = session.cache.lengths.is_deleted()  # by an interrupt or a lack of memory amid a step
+            if not lost and session.params is self.params:
                 self._idle_sessions.append(session)
+
+    def set_lora_scales(self, scales: Sequence[float]) -> None:
+        """Other scales for the adapters of `load(lora=...)`, in their order; 0 switches one off.
+
+        Streams that run keep the old ones; what earlier calls computed is not used any more.
+        """
+        if self.adapters is None or not self.adapters.scales:
+            raise ArgumentError("The model has no adapters beside its weights; load it with lora=[...].")
+        self.params = self.adapters.rescale(scales)
+        self._idle_sessions.clear()
 
     def sampling(self, **options: Any) -> SamplingParams:
         """`sampling_params` that never takes an id which only pads the vocabulary.

@@ -89,6 +89,29 @@ def test_a_mesh_holds_the_factors_beside_their_weights(folder):
     np.testing.assert_allclose(logits(two), logits(one), atol=1e-5, rtol=0)
 
 
+def test_scales_change_without_loading_again(folder):
+    sources = [folder / "adapter.gguf", folder / "other.gguf"]
+    model = llama_jax.load(folder / "model.gguf", lora=sources)
+    before = model.generate(PROMPT, max_tokens=6, temperature=0.0)
+    running = model.stream(PROMPT, max_tokens=6, temperature=0.0)
+    first = next(running)
+    model.set_lora_scales([0.5, 0])
+    assert model.adapters.scales == (0.5, 0.0)
+    np.testing.assert_allclose(
+        logits(model), logits(llama_jax.load(folder / "model.gguf", lora=[(sources[0], 0.5)])), atol=1e-5
+    )
+    assert first + "".join(running) == before
+    assert model.generate(PROMPT, max_tokens=6, temperature=0.0) != before  # nothing of the old cache is left
+    with pytest.raises(llama_jax.ArgumentError, match="1 scales were given for 2 adapters"):
+        model.set_lora_scales([1.0])
+    with pytest.raises(llama_jax.ArgumentError, match="A LoRA scale is inf; it must be a finite number"):
+        model.set_lora_scales([1.0, float("inf")])
+    with pytest.raises(
+        llama_jax.ArgumentError, match=r"The model has no adapters beside its weights; load it with lora="
+    ):
+        llama_jax.load(folder / "model.gguf").set_lora_scales([])
+
+
 def test_adapters_follow_layers_to_other_devices_and_to_host_memory(tmp_path):
     config = tiny_gguf(tmp_path / "m.gguf", n_layers=2)
     adapter = init_lora(jax.random.key(1), config, rank=2, targets=["wq", "w_down"])
