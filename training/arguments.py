@@ -110,4 +110,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     device.add_argument("--dtype", choices=("f32", "bf16"), help="default: bf16 on a GPU, f32 on a CPU")
     device.add_argument("--remat", choices=("none", "products", "block"), default="none", help="less memory, more time")
     device.add_argument("--mesh", metavar="AXES", help="devices, like data=2,fsdp=4,tensor=1")
-    device.add_argument("--distributed", action="store_true", help="one of several hosts, by jax.distributed")
+    hosts = parser.add_argument_group("several hosts", "each runs the same command with a folder that all can reach")
+    hosts.add_argument("--coordinator", metavar="ADDRESS", help="address:port of host 0; auto: what SLURM etc. say")
+    hosts.add_argument("--num-hosts", type=int, metavar="N", help="how many hosts there are")
+    hosts.add_argument("--host-id", type=int, metavar="I", help="this host's number, from 0")

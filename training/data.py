@@ -236,27 +236,21 @@ def newline_ids(stream: TokenStream, tokenizer: Tokenizer) -> list[int]:
     return ids
 
 
-def training_batches(
-    rows: Rows, batch: int, seed: int, *, process: tuple[int, int] = (0, 1), threads: int = 2, workers: int = 0
-) -> Any:
+def training_batches(rows: Rows, batch: int, seed: int, *, threads: int = 2, workers: int = 0) -> Any:
     """An endless Grain iterator of batches [B, T] whose `get_state` and `set_state` are its position.
 
     Rows come in a new random order every epoch. The same seed gives the same batches.
 
     Args:
-      batch: B of all processes together.
-      process: (index, count); each process gets its own rows of a batch.
+      batch: B.
       workers: processes that make rows, 0 for threads of this one.
     """
     import grain
 
-    index, count = process
-    if batch % count:
-        raise ArgumentError(f"A batch of {batch} rows cannot be divided among {count} processes.")
     n = len(rows)
     dataset = grain.MapDataset.range(n).seed(seed).shuffle().repeat()
     dataset = dataset.map_with_index(lambda i, row: (int(row), int(i) // n))
-    dataset = dataset[index::count].map(lambda item: rows.row(*item)).batch(batch // count, drop_remainder=True)
+    dataset = dataset.map(lambda item: rows.row(*item)).batch(batch, drop_remainder=True)
     iterator = dataset.to_iter_dataset(grain.ReadOptions(num_threads=threads, prefetch_buffer_size=2 * threads))
     if workers:
         iterator = iterator.mp_prefetch(grain.MultiprocessingOptions(num_workers=workers))

@@ -145,8 +145,8 @@ def finetune(arguments: argparse.Namespace) -> None:
     from training.loop import RunOptions, Trainer
     from training.train_text_from_scratch import TERMINATED, optimizer_options, step_options
 
-    if arguments.mesh or arguments.distributed or arguments.optimizer == "lbfgs" or arguments.compat:
-        raise ArgumentError("--mesh, --distributed, --use-lbfgs and --compat are not for adapters; leave them out.")
+    if arguments.mesh or arguments.coordinator or arguments.optimizer == "lbfgs" or arguments.compat:
+        raise ArgumentError("--mesh, --coordinator, --use-lbfgs and --compat are not for adapters; leave them out.")
     targets = [name.strip() for name in arguments.targets.split(",")]
     dtype = {"f32": "float32", "bf16": "bfloat16", None: None}[arguments.dtype]
     model = load(arguments.model, dtype=dtype, packed=arguments.packed)

@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from llama_jax import checks
 from llama_jax.config import LlamaConfig
@@ -26,7 +26,7 @@ from llama_jax.roofline import peak_operations
 from training.checkpoint import Checkpoints, abstract
 from training.data import Rows, all_batches, training_batches
 from training.optimizer import OptimizerOptions, learning_rate_schedule, make_optimizer
-from training.sharding import place_batch, state_shardings
+from training.sharding import on_host, place_batch, state_shardings
 from training.step import (
     Assemble,
     StepOptions,
@@ -118,7 +118,8 @@ class Trainer:
         self._step = jax.jit(train_step, donate_argnums=0)
         self._evaluate = jax.jit(self._sums)
         self._validation = all_batches(validation, run.batch) if validation is not None else []
-        self._key = jax.random.key(run.seed)
+        whole = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+        self._key = jax.jit(lambda: jax.random.key(run.seed), out_shardings=whole)()
         self._checkpoints = Checkpoints(folder, run.keep)
         self._best = Checkpoints(folder / "best", 1) if run.patience else None
         self._board: Any = None
@@ -130,10 +131,7 @@ class Trainer:
     # Beginning
 
     def _new_iterator(self) -> Any:
-        process = (jax.process_index(), jax.process_count())
-        return training_batches(
-            self.rows, self.options.batch, self.options.seed, process=process, workers=self.options.workers
-        )
+        return training_batches(self.rows, self.options.batch, self.options.seed, workers=self.options.workers)
 
     def start(self, params: Any) -> None:
         """Begins with these weights, float32."""
@@ -143,6 +141,8 @@ class Trainer:
             return init_state(params, self._optimizer, self.step_options)
 
         shardings = self._shardings(jax.eval_shape(make, params))
+        if jax.process_count() > 1:
+            params = jax.device_get(params)  # which every host has alike
         donated = () if shardings is not None else (0,)  # what moves to other places cannot be used again
         self.state = jax.jit(make, out_shardings=shardings, donate_argnums=donated)(params)
         _cut_metrics(self.folder / METRICS, 0)
@@ -201,6 +201,10 @@ class Trainer:
         assert self.state is not None
         return self.state.params if self.state.average is None else self.state.average
 
+    def host_weights(self) -> Any:
+        """`weights` as numpy's arrays; all hosts have to call it."""
+        return on_host(self.weights(), self.mesh)
+
     def validation_loss(self) -> float:
         """Nats a token on the validation data, by `weights`."""
         weights = self.weights()
@@ -219,7 +223,7 @@ class Trainer:
         finished = False
         try:
             with _Stop() as stop, _Reports(self) as reports:
-                while self.done < self.options.batches and not stop.asked:
+                while self.done < self.options.batches and not stop.agreed():
                     batch = everything if self._batches is None else place_batch(next(self._batches), self.mesh)
                     metrics = {}
                     for _ in range(self._steps_on_batch()):
@@ -230,7 +234,9 @@ class Trainer:
                         break
                     if self._due(self.options.sample_every) and self._sample is not None:
                         reports.flush()
-                        reports.write(dict(step=self.done, sample=self._sample(self.weights())))
+                        weights = self.host_weights()
+                        if jax.process_index() == 0:
+                            reports.write(dict(step=self.done, sample=self._sample(weights)))
                     if self._due(self.options.save_every):
                         reports.flush()
                         self.save()
@@ -297,6 +303,14 @@ class _Stop(contextlib.AbstractContextManager):
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._before[number] = signal.signal(number, self._ask)
         return self
+
+    def agreed(self) -> bool:
+        """`asked` on any host; all hosts have to call it."""
+        if jax.process_count() > 1:
+            from jax.experimental.multihost_utils import process_allgather
+
+            self.asked = bool(np.any(process_allgather(np.array(self.asked))))
+        return self.asked
 
     def _ask(self, number: int, frame: Any) -> None:
         if self.asked:

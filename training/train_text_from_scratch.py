@@ -103,6 +103,8 @@ def ggml_params(key: Any, config: Any) -> Any:
 
 def vocabulary(arguments: argparse.Namespace) -> Any:
     """The vocabulary that the options ask for; one that was made of the data is kept in the run's folder."""
+    import jax
+
     from llama_jax.text.tokenizer import tokenizer_from_gguf
     from training.data import read_documents
     from training.vocabulary import VocabularySource, vocabulary_from_texts, vocabulary_of
@@ -117,8 +119,9 @@ def vocabulary(arguments: argparse.Namespace) -> Any:
         if len(metadata["tokenizer.ggml.tokens"]) == arguments.vocab_train:
             return VocabularySource(tokenizer_from_gguf(metadata), metadata, model=model.read_bytes())
     source = vocabulary_from_texts(read_documents(arguments.train_data), arguments.vocab_train)
-    write_json(kept, source.metadata)
-    model.write_bytes(source.model or b"")
+    if jax.process_index() == 0:
+        write_json(kept, source.metadata)
+        model.write_bytes(source.model or b"")
     return source
 
 
@@ -203,7 +206,7 @@ def sampler(config: Any, source: Any, length: int, seed: int) -> Any:
     def sample(params: Any) -> str:
         from llama_jax.llama import Llama
 
-        params = jax.device_put(jax.device_get(params), jax.devices()[0])
+        params = jax.device_put(params, jax.local_devices()[0])
         model = Llama(config, params, source.tokenizer, n_ctx=config.context_length)
         return model.generate("", max_tokens=min(length, config.context_length - 1), temperature=0.8, seed=seed)
 
@@ -214,17 +217,17 @@ def train(arguments: argparse.Namespace) -> None:
     """Runs a training as the options say; raises SystemExit(143) where SIGTERM ended it."""
     import jax
 
-    from llama_jax.placement import check_devices
+    from llama_jax.cli.placement import join_hosts
+    from llama_jax.placement import check_devices, device_mesh
     from training.checkpoint_2023 import is_checkpoint_2023, read_checkpoint_2023
     from training.data import Rows, encode_documents, newline_ids, read_documents, split_stream
     from training.loop import RunOptions, Trainer
-    from training.sharding import parse_mesh, training_mesh
+    from training.sharding import parse_mesh
 
+    join_hosts(arguments)
     check_devices()
-    if arguments.distributed:
-        jax.distributed.initialize()
     run, origin = arguments.checkpoint_out, arguments.checkpoint_in
-    mesh = training_mesh(**parse_mesh(arguments.mesh)) if arguments.mesh else None
+    mesh = device_mesh(**parse_mesh(arguments.mesh)) if arguments.mesh else None
     source = vocabulary(arguments)
     out = arguments.model_out or run / ("model.gguf" if source.metadata else "model")
     if out.suffix == ".gguf" and not source.metadata:
@@ -285,10 +288,11 @@ def train(arguments: argparse.Namespace) -> None:
             seen = arguments.eval_interval and trainer.done % arguments.eval_interval == 0
             if held is not None and not seen:
                 logger.info("validation loss %.4f", trainer.validation_loss())
+            weights = trainer.host_weights()
             if jax.process_index() == 0:
-                save_model(out, jax.device_get(trainer.weights()), config, source, arguments.model_type)
+                save_model(out, weights, config, source, arguments.model_type)
                 if arguments.predict:
-                    print(sampler(config, source, arguments.predict, seed)(trainer.weights()))
+                    print(sampler(config, source, arguments.predict, seed)(weights))
     finally:
         trainer.close()
     if not finished:
@@ -329,7 +333,8 @@ def _begin(
     from llama_jax.model import init_params
     from training.checkpoint import Checkpoints
 
-    write_json(run / CONFIG, dataclasses.asdict(config))
+    if jax.process_index() == 0:
+        write_json(run / CONFIG, dataclasses.asdict(config))
     if resumed is not None:
         shapes = jax.eval_shape(lambda: init_params(jax.random.key(0), config))
         other = Checkpoints(resumed) if resumed != run else None

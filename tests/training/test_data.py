@@ -119,16 +119,6 @@ def test_epochs_of_batches_hold_every_row_and_differ_in_order():
     assert epochs[0] != epochs[1]
 
 
-def test_processes_share_a_batch():
-    rows = Rows(stream(500), 8)
-    whole, parts = training_batches(rows, 4, 2), [training_batches(rows, 4, 2, process=(i, 2)) for i in range(2)]
-    for _ in range(10):
-        together = sorted(t for part in parts for t in next(part)["tokens"][:, 0].tolist())
-        assert together == sorted(next(whole)["tokens"][:, 0].tolist())
-    with pytest.raises(ArgumentError, match="A batch of 3 rows cannot be divided among 2 processes"):
-        training_batches(rows, 3, 2, process=(0, 2))
-
-
 def test_all_batches_fill_the_last_with_rows_that_do_not_count():
     batches = all_batches(Rows(stream(50), 8, moved=False), 4)
     assert [b["tokens"].shape for b in batches] == [(4, 8), (4, 8)]

@@ -67,6 +67,21 @@ def test_train_writes_a_model_that_goes_on_and_is_drawn(tmp_path, text, capsys):
     assert capsys.readouterr().out.strip() == str(run / "metrics.png")
 
 
+@pytest.mark.slow
+def test_transformers_reads_what_was_trained(tmp_path, text):
+    transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
+    out = tmp_path / "hf"
+    command = arguments(text, tmp_path / "run", "-n", "2", "--predict", "0", "--model-out", str(out))
+    assert train_text_from_scratch.main(command) == 0
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
+    ours = llama_jax.load(out, dtype="float32")
+    ids = ours.tokenizer.encode(TEXT[:60])
+    assert transformers.AutoTokenizer.from_pretrained(out)(TEXT[:60])["input_ids"] == ids
+    expected = theirs(torch.tensor([ids])).logits.detach().numpy()
+    logits, _ = llama_jax.forward(ours.params, np.array([ids], np.int32), ours.config)
+    np.testing.assert_allclose(logits, expected, atol=1e-5)
+
+
 def test_june_2023_begins_at_the_logarithm_of_the_vocabulary(tmp_path, text):
     run = tmp_path / "run"
     command = arguments(text, run, "--compat", "ggml-2023", "-n", "3", "--adam-iter", "2", "--predict", "0")
