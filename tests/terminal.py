@@ -9,12 +9,18 @@ import pty
 import select
 import struct
 import subprocess
+import sys
 import termios
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from tests.conftest import REPOSITORY
+
+# In the new process, since a function between fork and exec would run under jax's warning of forks.
+_TAKE_TERMINAL = (
+    "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+)
 
 
 class Screen:
@@ -31,9 +37,14 @@ class Screen:
         environment |= dict(TERM="dumb", XDG_CACHE_HOME=str(programs), PYTHONPATH=str(REPOSITORY))
         self._errors = (programs / "stderr").open("w+b")
         self._process = subprocess.Popen(
-            command, stdin=its, stdout=its, stderr=self._errors, env=environment, start_new_session=True, cwd=programs,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-        )  # fmt: skip
+            [sys.executable, "-c", _TAKE_TERMINAL, *command],
+            stdin=its,
+            stdout=its,
+            stderr=self._errors,
+            env=environment,
+            start_new_session=True,
+            cwd=programs,
+        )
         os.close(its)
         self._data = b""
         self._typed_at = 0  # bytes of output that had come when keys were pressed last
