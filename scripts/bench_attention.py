@@ -125,7 +125,8 @@ def prefill_line(
     rate, peak = 2.0 * B * H * T * T * E * (3.5 if backward else 1.0) / seconds, peak_operations()
     print(f"{label}: {1e3 * seconds:.3f} ms, {rate / 1e12:.0f} TFLOP/s", flush=True)
     return dict(
-        kernel="attention", kernels=name, sequences=B, tokens=T, heads=H, kv_heads=K, width=E, passes=passes, tiles=cut,
+        kernel=f"attention {passes}", size=f"{B} x {T} tokens, {H} heads on {K}, width {E}", kernels=name,
+        sequences=B, tokens=T, heads=H, kv_heads=K, width=E, passes=passes, tiles=cut,
         milliseconds=1e3 * seconds, tflop_per_second=rate / 1e12, share_of_limit=rate / peak if peak else None,
     )  # fmt: skip
 
@@ -160,7 +161,8 @@ def bench_decode(arguments: argparse.Namespace, results: list[dict[str, Any]]) -
             rate = 4 * B * KV_HEADS * S * WIDTH / seconds
             peak = peak_bandwidth()
             line = dict(
-                kernel="decode_attention", kernels=kernels, sequences=B, slots=S,
+                kernel="decode attention", size=f"{B} x {S} slots, {HEADS} heads on {KV_HEADS}, width {WIDTH}",
+                kernels=kernels, sequences=B, slots=S,
                 block=block, splits=splits, warps=warps,
                 microseconds=1e6 * seconds, tb_per_second=rate / 1e12, share_of_limit=rate / peak if peak else None,
             )  # fmt: skip

@@ -16,7 +16,7 @@ from typing import Any
 import benchmark
 import jax
 import jax.numpy as jnp
-from random_model import QUANTIZATIONS, random_params
+from random_model import QUANTIZATIONS, made_params
 
 from llama_jax import PRESETS, SamplingParams, init_cache, sampling_params, start_decoding, start_state
 from llama_jax.config import LlamaConfig
@@ -88,7 +88,7 @@ def main() -> None:
     for weights, batch, context in itertools.product(arguments.weights, arguments.batch, arguments.context):
         if params is None or results[-1]["weights"] != weights:
             params = None  # gives the memory back first
-            params = jax.block_until_ready(random_params(config, None if weights == "dense" else weights))
+            params = jax.block_until_ready(made_params(config, weights))
         line = dict(shape=arguments.shape, weights=weights) | bench(params, config, batch, context, arguments.repeats)
         results.append(line)
         share = f"{100 * line['share_of_limit']:.0f} % of the limit" if line["share_of_limit"] else "limit not known"

@@ -35,6 +35,7 @@ from llama_jax import PRESETS, Params, Placement, by_path, init_cache, memory_re
 from llama_jax.cache import KVCache, advance
 from llama_jax.config import LlamaConfig
 from llama_jax.generate import prefill
+from llama_jax.kernels.backend import XLA
 from llama_jax.linear import embed
 from llama_jax.model import ParameterSpec, blocks, rms_norm, unembed
 from llama_jax.placement import Plan, default_dtype, resolve
@@ -129,7 +130,8 @@ def on_cpu(params: Params, config: LlamaConfig, plan: Plan, capacity: int) -> tu
 
     def caches(layers: int, dtype: Any, device: Any) -> KVCache:
         shape = replace(config, n_layers=max(1, layers))
-        return jax.device_put(init_cache(shape, 1, capacity, dtype), device)
+        kernels = XLA if device.platform == "cpu" else None
+        return jax.device_put(init_cache(shape, 1, capacity, dtype, kernels), device)
 
     def step(tokens: jax.Array, counts: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
         first_cache, rest_cache = cache

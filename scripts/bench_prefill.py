@@ -15,7 +15,7 @@ from typing import Any
 import benchmark
 import jax
 import jax.numpy as jnp
-from random_model import QUANTIZATIONS, random_params
+from random_model import QUANTIZATIONS, made_params
 
 from llama_jax import PRESETS, init_cache
 from llama_jax.config import LlamaConfig
@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
     config = PRESETS[arguments.shape]
-    params = jax.block_until_ready(random_params(config, None if arguments.weights == "dense" else arguments.weights))
+    params = jax.block_until_ready(made_params(config, arguments.weights))
     results = []
     for tokens in arguments.tokens:
         chunk = min(arguments.chunk, tokens)

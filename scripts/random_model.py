@@ -10,7 +10,7 @@ import numpy as np
 
 from llama_jax import by_path, init_params, parameter_specs
 from llama_jax.config import LlamaConfig
-from llama_jax.model import ParameterSpec, Params
+from llama_jax.model import ParameterSpec, Params, join_projections
 from llama_jax.placement import default_dtype
 from llama_jax.quantization import PACKED_TYPES, QuantizedTensor, pack, row_bytes
 
@@ -64,6 +64,12 @@ def random_params(config: LlamaConfig, quantization: str | None = None) -> Param
     specs = parameter_specs(config)
     structure = jax.tree.structure(specs, is_leaf=lambda leaf: isinstance(leaf, ParameterSpec))
     return jax.tree.unflatten(structure, [make(path, spec) for path, spec in by_path(specs).items()])
+
+
+def made_params(config: LlamaConfig, weights: str) -> Params:
+    """`random_params` of "dense" or a type, with projections joined where `llama_jax.load` joins them."""
+    params = random_params(config, None if weights == "dense" else weights)
+    return join_projections(params) if jax.default_backend() == "gpu" else params
 
 
 QUANTIZATIONS = (*PACKED_TYPES, *MIXTURES)

@@ -25,6 +25,9 @@ TITLES = {
     "cpu": "SmolLM2-135M, float32, one sequence",
     "decode": "decoding, {shape} shape, {weights} weights, {batch} x {context} tokens",
     "prefill": "prompt, {shape} shape, {weights} weights, {tokens} tokens in chunks of {chunk}",
+    "attention": "{kernel}, {kernels}, {size}",
+    "placement": "{weights} weights, {gpu_layers} gpu layers ({units}), {shape} shape",
+    "sampling": "{what} with the {chain} chain, {batch} sequence of {vocabulary} logits",
     "demo_model": "training the shipped model",
     "training": "training, {shape} shape, {batch} x {tokens} tokens, {variant}",
 }
@@ -54,6 +57,22 @@ FIELDS = {
         "share_of_limit": "share of the arithmetic's limit",
         "peak_bytes": "peak memory",
     },
+    "attention": {
+        "milliseconds": "",
+        "microseconds": "",
+        "tflop_per_second": "",
+        "tb_per_second": "",
+        "share_of_limit": "share of the limit",
+    },
+    "placement": {
+        "decode_tokens_per_second": "decode",
+        "prompt_tokens_per_second": "prompt",
+        "reported_bytes": "VRAM",
+    },
+    "sampling": {
+        "microseconds": "",
+        "speed_against_greedy": "of greedy's speed",
+    },
     "training": {
         "tokens_per_second": "",
         "milliseconds": "step",
@@ -80,6 +99,9 @@ UNITS = {
     "gb_per_second": "{:,.1f} GB/s",
     "tflop_per_second": "{:,.0f} TFLOP/s",
     "milliseconds": "{:.3f} ms",
+    "microseconds": "{:,.1f} us",
+    "tb_per_second": "{:.2f} TB/s",
+    "speed_against_greedy": "{:.1%}",
     "share_of_limit": "{:.0%}",
     "seconds": "{:,.2f} s",
 }
