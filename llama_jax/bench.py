@@ -70,12 +70,14 @@ class BenchResult:
       seconds: of each repetition.
       bytes_read: the fewest bytes that a repetition reads: weights once a run, the cache as far as it is filled.
       operations: the fewest multiplications and additions of a repetition.
+      devices: that work at the same time.
     """
 
     test: BenchTest
     seconds: tuple[float, ...]
     bytes_read: float
     operations: float
+    devices: int = 1
 
     @property
     def speeds(self) -> list[float]:
@@ -104,16 +106,16 @@ class BenchResult:
 
     @property
     def share_of_limit(self) -> tuple[float, str] | None:
-        """How near to the device's limit the test came, and which limit: "memory" or "arithmetic"; None if not known.
+        """How near to the devices' limit the test came, and which limit: "memory" or "arithmetic"; None if not known.
 
         The nearer of the two counts. Where the arithmetic's is not known, the memory's is given for new tokens only.
         """
         bandwidth, operations = peak_bandwidth(), peak_operations()
         shares = []
         if bandwidth and (operations or not self.test.n_prompt):
-            shares.append((self.bandwidth / bandwidth, "memory"))
+            shares.append((self.bandwidth / self.devices / bandwidth, "memory"))
         if operations:
-            shares.append((self.arithmetic / operations, "arithmetic"))
+            shares.append((self.arithmetic / self.devices / operations, "arithmetic"))
         return max(shares, default=None)
 
 
@@ -157,7 +159,8 @@ def bench(model: Llama, tests: Sequence[BenchTest], *, repeats: int = 5, warm_up
         seconds = [_run(model, session, test, depth, i) for i in range(repeats + warm_up)]
         held = session.cache
         per_token = sum(leaf.nbytes for leaf in jax.tree.leaves((held.k, held.v))) / held.capacity
-        yield BenchResult(test, tuple(seconds[warm_up:]), *_work(model, session, test, per_token))
+        devices = 1 if model.mesh is None else model.mesh.size
+        yield BenchResult(test, tuple(seconds[warm_up:]), *_work(model, session, test, per_token), devices)
 
 
 def _run(model: Llama, session: Session, test: BenchTest, depth: list[int], number: int) -> float:

@@ -1,6 +1,7 @@
 """`llama-jax bench`: which tests, what is counted, every output; the numbers are only checked for consistency."""
 
 import csv
+import dataclasses
 import io
 import json
 import time
@@ -70,11 +71,17 @@ def test_operations_are_those_of_every_product():
     assert unembedding_operations(config) == 2 * config.vocab_size * config.d_model
 
 
-def test_a_result_is_consistent():
+def test_a_result_is_consistent(monkeypatch):
     result = BenchResult(BenchTest(n_prompt=30, n_gen=10), (1.0, 2.0), 6e9, 3e12)
     assert result.speeds == [40.0, 20.0]
     assert (result.speed, result.bandwidth, result.arithmetic) == (30.0, 4e9, 2e12)
     assert result.speed_deviation == pytest.approx(np.std([40, 20], ddof=1))
+    monkeypatch.setattr("llama_jax.bench.peak_bandwidth", lambda: 10e9)
+    monkeypatch.setattr("llama_jax.bench.peak_operations", lambda: 4e12)
+    assert result.share_of_limit == (0.5, "arithmetic")
+    assert dataclasses.replace(result, bytes_read=12e9, devices=4).share_of_limit == (0.2, "memory")
+    monkeypatch.setattr("llama_jax.bench.peak_operations", lambda: None)
+    assert result.share_of_limit is None
 
 
 def test_each_kind_of_test_runs(model, monkeypatch):

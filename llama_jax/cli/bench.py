@@ -121,7 +121,7 @@ def _facts(model: Llama, arguments: argparse.Namespace) -> dict[str, Any]:
         "cpu_info": device.device_kind if on_cpu else "",
         "gpu_info": "" if on_cpu else device.device_kind,
         "backends": "CPU" if on_cpu else device.platform.upper(),
-        "devices": jax.device_count() if model.mesh is not None else 1,
+        "devices": 1 if model.mesh is None else model.mesh.size,
         "model_filename": str(path),
         "model_type": f"llama {label} {_weight_type(model)}",
         "model_size": sum(leaf.nbytes for leaf in jax.tree.leaves(model.params)),
