@@ -28,11 +28,13 @@ if TYPE_CHECKING:
     from llama_jax.placement.plan import Placement, Plan, plan
     from llama_jax.placement.sharding import device_mesh, param_shardings, place_cache, place_params, tensor_mesh
     from llama_jax.prompt_cache import PromptCache
+    from llama_jax.report import Timings, TokenLogprobs
     from llama_jax.sampling.chain import distribution, sample
     from llama_jax.sampling.logprobs import Logprobs, log_probabilities
     from llama_jax.sampling.params import SamplingParams, join_params, sampling_params
     from llama_jax.sampling.state import SamplerState, recent_tokens, start_state
-    from llama_jax.session import Session, Timings, TokenLogprobs
+    from llama_jax.session import Session
+    from llama_jax.speculative import Speculation
     from llama_jax.text.vocab import Vocab
 
 __version__ = "0.1.0"
@@ -61,11 +63,13 @@ _PUBLIC = {
     "placement.plan": ("Placement", "Plan", "plan"),
     "placement.sharding": ("device_mesh", "param_shardings", "place_cache", "place_params", "tensor_mesh"),
     "prompt_cache": ("PromptCache",),
+    "report": ("Timings", "TokenLogprobs"),
     "sampling.chain": ("distribution", "sample"),
     "sampling.logprobs": ("Logprobs", "log_probabilities"),
     "sampling.params": ("SamplingParams", "join_params", "sampling_params"),
     "sampling.state": ("SamplerState", "recent_tokens", "start_state"),
-    "session": ("Session", "Timings", "TokenLogprobs"),
+    "session": ("Session",),
+    "speculative": ("Speculation",),
     "text.vocab": ("Vocab",),
 }
 _MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in names}

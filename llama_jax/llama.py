@@ -43,6 +43,7 @@ from llama_jax.prompt_cache import PromptCache, Snapshot
 from llama_jax.sampling import SamplingParams, sampling_params
 from llama_jax.sampling.from_text import resolve_options
 from llama_jax.session import Session, Timings, check_prompt
+from llama_jax.speculative import Speculation
 from llama_jax.text.chat import encode_chat
 from llama_jax.text.detokenize import StreamDetokenizer
 
@@ -238,6 +239,7 @@ class Llama:
         self._constraints = ConstraintCompiler(tokenizer)
         self.ending: Ending | None = None  # of the latest generation; None while it runs and after an interrupt
         self._idle_sessions: deque[Session] = deque(maxlen=1)
+        self._speculation: tuple[Speculation, Llama | None] | None = None
 
     def new_session(self, batch: int = 1, **options: Any) -> Session:
         """An empty KV cache for `batch` sequences, for programs that work with token ids themselves.
@@ -253,7 +255,33 @@ class Llama:
             mesh=self.mesh,
             plan=self.plan,
         )
-        return Session(self.params, self.config, **own | options)
+        own |= options
+        if self._speculation is not None and own.keys().isdisjoint({"speculation", "draft"}):
+            own["speculation"], draft = self._speculation
+            if draft is not None:
+                own["draft"] = draft.new_session(batch=own["batch"], capacity=own["capacity"], speculation=None)
+        return Session(self.params, self.config, **own)
+
+    def speculate(self, speculation: Speculation | None, draft: Llama | None = None) -> None:
+        """From now on drafts tokens and checks several in one run of the model. The text stays what it was.
+
+        Args:
+          speculation: how many tokens; None ends it.
+          draft: a small model with the same vocabulary; None drafts with `speculation.ngram`.
+
+        Raises:
+          ArgumentError: the vocabularies differ, or there are both a draft model and n-grams, or neither.
+        """
+        if speculation is not None and (draft is None) == (speculation.ngram is None):
+            raise ArgumentError("Speculation needs either a draft model or n-grams.")
+        if draft is not None and not self._same_vocabulary(draft.tokenizer):
+            raise ArgumentError("The draft model has another vocabulary; it must be that of the model.")
+        self._idle_sessions.clear()
+        self._speculation = None if speculation is None else (speculation, draft)
+
+    def _same_vocabulary(self, other: Tokenizer) -> bool:
+        own = self.tokenizer
+        return own.vocab_size == other.vocab_size and all(own.piece(i) == other.piece(i) for i in range(own.vocab_size))
 
     @contextlib.contextmanager
     def _session(self) -> Iterator[Session]:
@@ -266,8 +294,8 @@ class Llama:
             yield session
         finally:
             self.timings = session.timings
-            lost = session.cache.lengths.is_deleted()  # by an interrupt or a lack of memory amid a step
-            if not lost and session.params is self.params:
+            # An interrupt or a lack of memory amid a step loses the caches.
+            if session.intact and session.params is self.params:
                 self._idle_sessions.append(session)
 
     def set_lora_scales(self, scales: Sequence[float]) -> None:

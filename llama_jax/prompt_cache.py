@@ -12,7 +12,8 @@ import hashlib
 import logging
 import os
 import zlib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from llama_jax.config import LlamaConfig
 from llama_jax.errors import ArgumentError, FormatError
 from llama_jax.formats.files import MappedFile, replacing
 from llama_jax.formats.safetensors import NUMPY_TYPES, read_header, read_metadata
+from llama_jax.generate import DecodeState
 from llama_jax.offload import DEVICE
 
 if TYPE_CHECKING:
@@ -129,6 +131,25 @@ def _checksum(tensors: dict[str, np.ndarray]) -> str:
         total = zlib.crc32(f"{name} {array.shape} {array.dtype.name}".encode(), total)
         total = zlib.crc32(array.reshape(-1).view(np.uint8).data, total)
     return f"{total:08x}"
+
+
+def saved_sampler(state: DecodeState) -> dict[str, Any]:
+    """What the next steps depend on besides the cache, by name."""
+    bare = replace(state, cache=None, logprobs=None)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in jax.tree.leaves_with_path(bare)}
+
+
+def with_sampler(state: DecodeState, sampler: Mapping[str, Any]) -> DecodeState:
+    """The state with what `saved_sampler` took from another one."""
+
+    def taken(path: Any, x: Array) -> Array:
+        saved = sampler.get(jax.tree_util.keystr(path, simple=True, separator="."))
+        if saved is None or (saved.shape, saved.dtype) != (x.shape, x.dtype):
+            raise ArgumentError("The text cannot be resumed: it was sampled with other options, such as penalties.")
+        return jnp.asarray(saved)
+
+    bare = jax.tree.map_with_path(taken, replace(state, cache=None, logprobs=None))
+    return replace(bare, cache=state.cache, logprobs=state.logprobs)
 
 
 class PromptCache:

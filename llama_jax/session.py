@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 from llama_jax import stages
 from llama_jax.cache import KVCache, forget
 from llama_jax.config import LlamaConfig
+from llama_jax.drafter import Drafter
 from llama_jax.errors import ArgumentError
 from llama_jax.generate import (
     DecodeState,
@@ -31,10 +32,13 @@ from llama_jax.generate import (
 from llama_jax.grammar import Constraint, TokenMasks
 from llama_jax.model import Params
 from llama_jax.placement import Plan, place_cache, temporary_bytes
-from llama_jax.prompt_cache import Snapshot, fingerprint
+from llama_jax.prompt_cache import Snapshot, fingerprint, saved_sampler, with_sampler
+from llama_jax.report import Timings, TokenLogprobs, token_logprobs
 from llama_jax.sampling import Logprobs, SamplingParams, start_state
+from llama_jax.speculative import Speculation, speculate
 
 _MAX_STEPS = 32  # decode steps in one dispatch
+_MAX_ROUNDS = 8  # of drafting and checking in one dispatch
 _LEAST_TO_SHIFT = 4  # tokens of context
 _DISPATCH_SECONDS = 0.05  # what a reader of a stream does not notice
 
@@ -58,55 +62,12 @@ _shift_jit = _jit(shift_context, stages.shift_context, ("config",), ("state",))
 _decode_jit = _jit(decode, stages.decode, ("config", "max_steps"), ("state",))
 _next_logits_jit = _jit(next_logits, stages.next_logits, ("config",), ("state",))
 _sample_jit = _jit(sample_next, stages.sample, (), ("state",))
+_speculate_jit = _jit(speculate, None, ("config", "options", "max_rounds"), ("state", "draft"))
 
 
 def chunk_lengths(n_batch: int) -> tuple[int, ...]:
     """The few lengths that prompt chunks are padded to, so that a handful of programs serves all prompts."""
     return (*(n for n in (16, 64, 256) if n < n_batch), n_batch)
-
-
-@dataclass
-class Timings:
-    """Tokens and seconds of one generation; what was compiled on the way counts in."""
-
-    prompt_tokens: int = 0  # run through the model, without those found in the cache
-    cached_tokens: int = 0
-    prompt_seconds: float = 0.0  # until the first token is known
-    generated_tokens: int = 0
-    decode_seconds: float = 0.0  # from the first token to the last
-    shifts: int = 0  # times that a full context lost its older half
-    context_full: bool = False  # a row ended for lack of room
-
-    @property
-    def prompt_speed(self) -> float:
-        """Prompt tokens per second."""
-        return self.prompt_tokens / self.prompt_seconds if self.prompt_seconds else 0.0
-
-    @property
-    def decode_speed(self) -> float:
-        """New tokens per second, without the first of each row, which the prompt pays for."""
-        return self.generated_tokens / self.decode_seconds if self.decode_seconds else 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """Natural logarithms of the model's probabilities at one place of the text, before any sampler; finite numbers."""
-
-    token: int
-    logprob: float
-    top: tuple[tuple[int, float], ...]  # the most likely tokens, best first
-
-
-def token_logprobs(ids: Sequence[int], logprobs: Logprobs, row: int) -> list[TokenLogprobs]:
-    """For people: of the first tokens `ids` of a row, from arrays [B, T, ...] on the host."""
-    return [
-        TokenLogprobs(
-            token=token,
-            logprob=float(logprobs.token[row, i]),
-            top=tuple(zip(logprobs.top_ids[row, i].tolist(), logprobs.top[row, i].tolist(), strict=True)),
-        )
-        for i, token in enumerate(ids)
-    ]
 
 
 def check_prompt(prompt: Sequence[int], capacity: int, vocab_size: int) -> None:
@@ -127,6 +88,8 @@ class Session:
       capacity: S, tokens that each sequence can hold, prompt and answer together.
       n_batch: most prompt tokens per sequence in one run of the model.
       dtype: of the cache, see `init_cache`; None takes the embedding's.
+      speculation: draft tokens and check several in one run of the model; None runs it once for each token.
+      draft: of the draft model, with as many rows and as much capacity; None drafts with n-grams.
     """
 
     def __init__(
@@ -140,6 +103,8 @@ class Session:
         dtype: DTypeLike | tuple[DTypeLike, ...] | None = None,
         mesh: Mesh | None = None,
         plan: Plan | None = None,
+        speculation: Speculation | None = None,
+        draft: Session | None = None,
     ) -> None:
         if n_batch < 1:
             raise ArgumentError(f"n_batch is {n_batch}; it must be at least 1.")
@@ -157,6 +122,21 @@ class Session:
         self._sampler: dict[str, Any] = {}  # where the latest generation's sampling stands
         self.temporary_bytes = 0  # on each device, of the programs that `warm_up` has compiled
         self._seconds_per_step = _DISPATCH_SECONDS
+        self._drafter = None
+        if speculation is not None:
+            if self.cache.stages:
+                raise ArgumentError("Speculative decoding needs all layers on the same devices; here they are spread.")
+            self._drafter = Drafter(speculation, draft)
+            if draft is not None and (draft.batch, draft.capacity) != (batch, capacity):
+                raise ArgumentError(
+                    f"The draft model's session has {draft.batch} rows of {draft.capacity} tokens; it must have "
+                    f"{batch} of {capacity}."
+                )
+
+    @property
+    def intact(self) -> bool:
+        """Whether the caches are there: an interrupt or a lack of memory amid a step loses them."""
+        return not self.cache.lengths.is_deleted() and (self._drafter is None or self._drafter.intact)
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Array:
         """Brings the cache to hold exactly `prompts`, one per row: the logits [B, V] after their last tokens.
@@ -291,6 +271,8 @@ class Session:
         state = _start_jit(logits, self.cache, sampler, sampling, eos, mask=mask)
         self.cache = state.cache
         new = self._latest(state, np.ones(self.batch, np.int32))
+        if masks is None and self._drafter is not None:
+            self._drafter.prepare(self.tokens)
         self.timings.prompt_seconds = time.perf_counter() - started
         yield from self._go_on(state, new, sampling, eos, max_tokens, keep, masks)
 
@@ -316,7 +298,7 @@ class Session:
         logits = jnp.zeros((self.batch, self.config.vocab_size), jnp.float32)
         state = _start_jit(logits, self.cache, start_state(sampling), sampling, eos, mask=None)
         self.cache = state.cache
-        state = _with_sampler(state, saved)
+        state = with_sampler(state, saved)
         ended = jnp.any(state.token[:, None] == eos, axis=1) | (state.cache.lengths >= self.capacity)
         state = replace(state, done=ended)
         new = [[] for _ in range(self.batch)]
@@ -352,7 +334,7 @@ class Session:
         """
         eos_ids = np.asarray(eos).tolist()
         unseen = [[] for _ in range(self.batch)] if unseen is None else unseen
-        n_generated = max(map(len, new))
+        n_new = [len(row) for row in new]
         first_at = time.perf_counter()
         while True:
             if masks is not None:
@@ -361,29 +343,33 @@ class Session:
                 unseen[row].extend(new[row])
                 self.tokens[row].extend(unseen[row][:-1])
                 unseen[row] = unseen[row][-1:]
-            self._sampler = {} if masks else _sampler_of(state) | {"seed": sampling.seed}
+            self._sampler = {} if masks else saved_sampler(state) | {"seed": sampling.seed}
             if any(new):
                 yield new
-            running = [not done for done in np.asarray(state.done).tolist()]
-            if n_generated >= max_tokens or not any(running):
-                full = [
-                    len(row) >= self.capacity and t not in eos_ids
-                    for row, (t,) in zip(self.tokens, unseen, strict=True)
-                ]
-                self.timings.context_full = n_generated < max_tokens and any(full)
+            left = [max_tokens - n for n in n_new]
+            running = [n > 0 and not done for n, done in zip(left, np.asarray(state.done).tolist(), strict=True)]
+            if not any(running):
+                self.timings.context_full = any(
+                    n > 0 and len(row) >= self.capacity and token not in eos_ids
+                    for n, row, (token,) in zip(left, self.tokens, unseen, strict=True)
+                )
                 return
-            at_most = max_tokens - n_generated
-            if keep is not None:
-                if cut := self._make_room(keep, running, self.capacity - 1):
-                    state = _shift_jit(state, self.config, *cut)
-                    self.cache = state.cache
-                room = [self.capacity - 1 - len(row) for row, runs in zip(self.tokens, running, strict=True) if runs]
-                at_most = min(at_most, *room)
-            if masks is None:
-                state, new, n_steps = self._dispatch(state, sampling, eos, at_most)
+            full = self.capacity if keep is None else self.capacity - 1
+            if keep is not None and (cut := self._make_room(keep, running, full)):
+                state = _shift_jit(state, self.config, *cut)
+                self.cache = state.cache
+            if masks is not None:
+                state, new = self._constrained_step(state, sampling, eos, masks)
+            elif self._drafter is not None:
+                left = jnp.asarray(left, jnp.int32)
+                state, new = self._speculative_dispatch(state, sampling, eos, self._drafter, left, full)
             else:
-                state, new, n_steps = self._constrained_step(state, sampling, eos, masks)
-            n_generated += n_steps
+                room = [full - len(row) for row in self.tokens]
+                at_most = min(
+                    n if keep is None else min(n, r) for n, r, runs in zip(left, room, running, strict=True) if runs
+                )
+                state, new = self._dispatch(state, sampling, eos, at_most)
+            n_new = [n + len(row) for n, row in zip(n_new, new, strict=True)]
             self.timings.generated_tokens += sum(map(len, new))
             self.timings.decode_seconds = time.perf_counter() - first_at
 
@@ -407,7 +393,7 @@ class Session:
 
     def _dispatch(
         self, state: DecodeState, sampling: SamplingParams, eos: Array, at_most: int
-    ) -> tuple[DecodeState, list[list[int]], int]:
+    ) -> tuple[DecodeState, list[list[int]]]:
         """One dispatch of as many decode steps as fit into `_DISPATCH_SECONDS`."""
         wanted = int(_DISPATCH_SECONDS / self._seconds_per_step)
         if jax.process_count() > 1:  # whose clocks differ, while all have to do the same
@@ -420,18 +406,62 @@ class Session:
         self.cache = state.cache
         new = self._taken(tokens, counts, logprobs)
         self._seconds_per_step = (time.perf_counter() - started) / n_steps
-        return state, new, n_steps
+        return state, new
+
+    def _speculative_dispatch(
+        self, state: DecodeState, sampling: SamplingParams, eos: Array, drafter: Drafter, left: Array, full: int
+    ) -> tuple[DecodeState, list[list[int]]]:
+        """One dispatch of as many rounds of drafting and checking as fit into `_DISPATCH_SECONDS`.
+
+        Args:
+          left: [B] int32, tokens that each row may still generate.
+          full: tokens of cache that a row may fill.
+        """
+        drafter.prepare(self.tokens)
+        latest = np.asarray(state.token).tolist()
+        wanted = int(_DISPATCH_SECONDS / self._seconds_per_step)
+        if jax.process_count() > 1:
+            wanted = _MAX_ROUNDS
+        n_rounds = max(1, min(wanted, _MAX_ROUNDS))
+        started = time.perf_counter()
+        state, made = self._speculate(state, sampling, eos, drafter, n_rounds, left, full)
+        new = self._taken(made["tokens"], made["counts"], made["logprobs"])
+        self._seconds_per_step = (time.perf_counter() - started) / n_rounds
+        drafter.follow(latest, new)
+        self.timings.drafted_tokens += int(np.sum(made["drafted"]))
+        self.timings.accepted_tokens += int(np.sum(made["accepted"]))
+        return state, new
+
+    def _speculate(
+        self,
+        state: DecodeState,
+        sampling: SamplingParams,
+        eos: Array,
+        drafter: Drafter,
+        n_rounds: int,
+        left: Array,
+        full: int,
+    ) -> tuple[DecodeState, dict[str, Any]]:
+        draft = drafter.draft(self.tokens, np.asarray(state.token).tolist(), self.capacity)
+        most = state.n_generated + left
+        state, draft, made = _speculate_jit(
+            self.params, drafter.params, self.config, state, draft, sampling, eos, drafter.options, _MAX_ROUNDS,
+            jnp.int32(n_rounds), most, jnp.int32(full),
+        )  # fmt: skip
+        self.cache = state.cache
+        drafter.keep(draft)
+        return state, made
 
     def _constrained_step(
         self, state: DecodeState, sampling: SamplingParams, eos: Array, masks: TokenMasks
-    ) -> tuple[DecodeState, list[list[int]], int]:
+    ) -> tuple[DecodeState, list[list[int]]]:
         """One decode step; the host finds the allowed tokens while the device runs the model."""
         running = ~np.asarray(state.done)
         logits, state = _next_logits_jit(self.params, self.config, state)
         self.cache = state.cache
         state = _sample_jit(logits, state, sampling, eos, jnp.asarray(masks.words()))
         self.cache = state.cache
-        return state, self._latest(state, running.astype(np.int32)), 1
+        return state, self._latest(state, running.astype(np.int32))
 
     def _latest(self, state: DecodeState, counts: np.ndarray) -> list[list[int]]:
         """The latest token of each row for which `counts` is 1."""
@@ -465,54 +495,44 @@ class Session:
           longest_prompt: most new prompt tokens that will come.
           constrained: there will be constraints.
         """
-        logits = jnp.zeros((self.batch, self.config.vocab_size), jnp.float32)
+        logits = self.warm_up_prompt(longest_prompt)
         nothing = jnp.zeros(self.batch, jnp.int32)
-        lengths = chunk_lengths(self.n_batch)
-        full, rest = divmod(longest_prompt, self.n_batch)
-        needed = {n for n in (lengths[-1] if full else 0, rest and next(n for n in lengths if n >= rest)) if n}
-        for length in needed:
-            tokens = jnp.zeros((self.batch, length), jnp.int32)
-            logits, self.cache = self._noted(
-                _prefill_jit, self.params, tokens, self.config, self.cache, nothing, logits
-            )
         eos = jnp.asarray(list(eos_ids), jnp.int32)
         mask = jnp.asarray(TokenMasks([None] * self.batch, self.config.vocab_size).words()) if constrained else None
         state = _start_jit(logits, self.cache, start_state(sampling), sampling, eos, mask=mask)
         if constrained:
             state = replace(state, done=jnp.ones(self.batch, jnp.bool_))
             logits, state = _next_logits_jit(self.params, self.config, state)
-            state = _sample_jit(logits, state, sampling, eos, mask)
-        else:
+            self.cache = _sample_jit(logits, state, sampling, eos, mask).cache
+        elif self._drafter is None:
             state, *_ = self._noted(
                 _decode_jit, self.params, self.config, state, sampling, eos, _MAX_STEPS, jnp.int32(0)
             )
-        self.cache = state.cache
+            self.cache = state.cache
+        else:
+            self._drafter.warm_up_prompt(longest_prompt)
+            self._speculate(state, sampling, eos, self._drafter, 0, nothing, self.capacity)
         jax.block_until_ready(self.cache)
+
+    def warm_up_prompt(self, longest: int) -> Array:
+        """Compiles what running up to `longest` prompt tokens needs; returns logits that mean nothing."""
+        logits = jnp.zeros((self.batch, self.config.vocab_size), jnp.float32)
+        nothing = jnp.zeros(self.batch, jnp.int32)
+        lengths = chunk_lengths(self.n_batch)
+        full, rest = divmod(longest, self.n_batch)
+        needed = {n for n in (lengths[-1] if full else 0, rest and next(n for n in lengths if n >= rest)) if n}
+        for length in needed:
+            tokens = jnp.zeros((self.batch, length), jnp.int32)
+            logits, self.cache = self._noted(
+                _prefill_jit, self.params, tokens, self.config, self.cache, nothing, logits
+            )
+        return logits
 
     def _noted(self, program: Any, *arguments: Any) -> Any:
         """What `program` returns; what it needs besides is noted."""
         if not self.cache.stages:
             self.temporary_bytes = max(self.temporary_bytes, temporary_bytes(program, *arguments))
         return program(*arguments)
-
-
-def _sampler_of(state: DecodeState) -> dict[str, Any]:
-    """What the next steps depend on besides the cache, by name."""
-    bare = replace(state, cache=None, logprobs=None)
-    return {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in jax.tree.leaves_with_path(bare)}
-
-
-def _with_sampler(state: DecodeState, sampler: Mapping[str, Any]) -> DecodeState:
-    """The state with what `_sampler_of` took from another one."""
-
-    def taken(path: Any, x: Array) -> Array:
-        saved = sampler.get(jax.tree_util.keystr(path, simple=True, separator="."))
-        if saved is None or (saved.shape, saved.dtype) != (x.shape, x.dtype):
-            raise ArgumentError("The text cannot be resumed: it was sampled with other options, such as penalties.")
-        return jnp.asarray(saved)
-
-    bare = jax.tree.map_with_path(taken, replace(state, cache=None, logprobs=None))
-    return replace(bare, cache=state.cache, logprobs=state.logprobs)
 
 
 def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

@@ -58,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=["on", "off", "auto"],
         help="the user's words in green; default auto, on a terminal",
     )
+    options.add_speculation_options(parser)
     options.add_sampling_options(parser)
 
 
@@ -107,7 +108,9 @@ def _texts(arguments: argparse.Namespace) -> dict[str, Any]:
 def run(arguments: argparse.Namespace) -> None:
     options.check_sampling(arguments)
     texts = _texts(arguments)
+    wanted = options.speculation(arguments)
     model, load_seconds = options.load_model(arguments)
+    options.speculate(model, arguments, wanted)
     sampling = options.sampling_options(arguments, model.n_ctx)
     constraint = options.grammar(arguments)
     first_text = texts["system"] or texts["prompt"] or ""

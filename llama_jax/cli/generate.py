@@ -26,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", action="store_true", help="one JSON object per text, in one line; --choices and --n-probs imply it"
     )
+    options.add_speculation_options(parser)
     options.add_sampling_options(parser)
     instead = parser.add_argument_group("instead of text").add_mutually_exclusive_group()
     instead.add_argument("--mtest", action="store_true", help="run a full batch and the last token; print the memory")
@@ -52,7 +53,9 @@ def run(arguments: argparse.Namespace) -> None:
     prompt = options.read_prompt(arguments)
     options.check_sampling(arguments)
     cache = options.prompt_cache(arguments)
+    wanted = options.speculation(arguments)
     model, load_seconds = options.load_model(arguments)
+    options.speculate(model, arguments, wanted)
     sampling = options.sampling_options(arguments, model.n_ctx)
     constraint = options.grammar(arguments)
     if arguments.json or arguments.choices != 1 or arguments.n_probs is not None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from llama_jax.grammar import Grammar
     from llama_jax.llama import Llama
     from llama_jax.prompt_cache import PromptCache
+    from llama_jax.speculative import Speculation
 
 _MOST_TEXT = 1 << 28  # bytes; more would be tokenized for minutes
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0")
@@ -126,6 +127,60 @@ def length_options(arguments: argparse.Namespace) -> dict[str, Any]:
         context_shift=arguments.context_shift,
         keep=arguments.keep,
     )
+
+
+def add_speculation_options(parser: argparse.ArgumentParser) -> None:
+    """What `speculate` reads."""
+    group = parser.add_argument_group("speculative decoding: faster, the same text")
+    group.add_argument("-md", "--model-draft", metavar="PATH", help="a small model with the same vocabulary, to draft")
+    group.add_argument(
+        "--spec-type",
+        choices=["none", "draft-simple", "ngram-simple"],
+        help="draft with -md (the default if it is given) or with what has followed the latest words before",
+    )
+    group.add_argument("--spec-draft-n-max", type=int, default=3, metavar="N", help="most tokens -md drafts; default 3")
+    group.add_argument("--spec-draft-n-min", type=int, default=0, metavar="N", help="fewest; default 0")
+    group.add_argument(
+        "--spec-draft-p-min", type=float, default=0.0, metavar="P", help="least probability in a draft; default 0"
+    )
+    group.add_argument(
+        "--spec-ngram-simple-size-n", type=int, default=12, metavar="N", help="tokens that agree; default 12"
+    )
+    group.add_argument(
+        "--spec-ngram-simple-size-m", type=int, default=48, metavar="M", help="tokens drafted; default 48"
+    )
+
+
+def speculation(arguments: argparse.Namespace) -> Speculation | None:
+    """How the options want tokens to be drafted; None for not at all."""
+    from llama_jax.speculative import Speculation
+
+    kind = arguments.spec_type or ("none" if arguments.model_draft is None else "draft-simple")
+    if (kind == "draft-simple") != (arguments.model_draft is not None):
+        raise ArgumentError(f"--spec-type is {kind}; -md PATH goes with draft-simple, which needs it.")
+    if kind == "none":
+        return None
+    if kind == "ngram-simple":
+        return Speculation(n_max=arguments.spec_ngram_simple_size_m, ngram=arguments.spec_ngram_simple_size_n)
+    return Speculation(
+        n_max=arguments.spec_draft_n_max, n_min=arguments.spec_draft_n_min, p_min=arguments.spec_draft_p_min
+    )
+
+
+def speculate(model: Llama, arguments: argparse.Namespace, wanted: Speculation | None) -> None:
+    """Makes the model draft as `speculation` has told, with the model of -md if there is one."""
+    from llama_jax.llama import load
+
+    draft = None
+    if arguments.model_draft is not None:
+        draft = load(
+            arguments.model_draft,
+            dtype=_DTYPES.get(arguments.dtype),
+            n_batch=arguments.batch_size,
+            packed=arguments.packed,
+        )
+    if wanted is not None:
+        model.speculate(wanted, draft)
 
 
 def add_prompt_cache_options(parser: argparse.ArgumentParser) -> None:
@@ -433,11 +488,14 @@ def speed_line(model: Llama, load_seconds: float) -> str:
         f"prompt {timings.prompt_tokens} tokens, {timings.prompt_speed:.1f} tok/s",
         f"generation {timings.generated_tokens} tokens, {timings.decode_speed:.1f} tok/s",
     ]
-    if timings.generated_tokens:
+    if timings.generated_tokens and not timings.drafted_tokens:
         held = timings.prompt_tokens + timings.cached_tokens + timings.generated_tokens / 2
         itemsize = model.params.embedding.dtype.itemsize
         rate = decode_bytes(model.params, model.config, held, itemsize) * timings.decode_speed
         peak = peak_bandwidth()
         share = f", {100 * rate / peak:.0f} % of the memory's {peak / 1e9:.0f}" if peak else ""
         parts.append(f"{rate / 1e9:.1f} GB/s{share}")
+    if timings.drafted_tokens:
+        share = 100 * timings.accepted_tokens / timings.drafted_tokens
+        parts.append(f"draft {timings.drafted_tokens} tokens, {timings.accepted_tokens} accepted ({share:.0f} %)")
     return "; ".join(parts)
