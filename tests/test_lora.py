@@ -135,6 +135,23 @@ def test_joined_weights_take_the_adapters_of_their_parts(params, kind):
         with_lora(joined, {"layers.0.wk": factors(64, 32)})
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["dense", "packed"])
+@pytest.mark.parametrize("n_tokens", [1, 6, 100])
+def test_a_fresh_adapter_changes_no_bit_on_a_gpu(kind, n_tokens):
+    config = tiny_config(vocab_size=512, d_model=512, d_ff=1024, n_heads=8, n_kv_heads=4, head_dim=64)
+    params = tiny_params(config)
+    if kind == "packed":
+        base = packed(params, "Q4_0", jnp.bfloat16)
+    else:
+        base = map_weights(lambda path, w: w if w.ndim == 1 else w.astype(jnp.bfloat16), params)
+    base = join_projections(base)
+    fresh = with_lora(base, init_lora(jax.random.key(0), config, targets=EVERYTHING))
+    tokens = jax.random.randint(jax.random.key(2), (1, n_tokens), 0, 512)
+    got, expected = (np.asarray(FORWARD(p, tokens, config)[0]) for p in (fresh, base))
+    np.testing.assert_array_equal(got.view(np.uint32), expected.view(np.uint32))
+
+
 def test_a_tied_embedding_and_its_head_are_changed_separately():
     config = dataclasses.replace(CONFIG, tied_embeddings=True)
     params = tiny_params(config)
