@@ -48,8 +48,12 @@ def sample(
         taken = jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0]
         return jnp.where(jnp.isfinite(taken), token, -1), push(state, token)
     keys = _step_keys(params, state)
-    token, _ = _draw(_chain(logits, params, state, keys), params, keys)
+    token = jnp.full(logits.shape[0], -1, jnp.int32)
+    if 0 in params.mirostat_versions:
+        token, _ = _draw(_chain(logits, params, state, keys), params, keys)
     for version in params.mirostat_versions:
+        if version == 0:
+            continue
         kept = _mirostat(logits, params, state, version)
         its_token, its_logit = _draw(kept, params, keys)
         mu = mirostat.next_mu(

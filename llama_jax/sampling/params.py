@@ -85,7 +85,7 @@ class SamplingParams:
     samplers: tuple[str, ...] = struct.field(pytree_node=False, default=())  # their order
     greedy: bool = struct.field(pytree_node=False, default=False)  # temperature 0 in every row
     n_candidates: int = struct.field(pytree_node=False, default=0)  # at least every row's top_k; 0: whole vocabulary
-    mirostat_versions: tuple[int, ...] = struct.field(pytree_node=False, default=())
+    mirostat_versions: tuple[int, ...] = struct.field(pytree_node=False, default=(0,))  # of all rows, 0: the chain
     window: int = struct.field(pytree_node=False, default=0)  # W, tokens that a row remembers
     vocab_limit: int | None = struct.field(pytree_node=False, default=None)  # ids from here on pad the vocabulary
     logprobs: int | None = struct.field(pytree_node=False, default=None)  # most likely tokens to tell, None: nothing
@@ -245,7 +245,7 @@ def sampling_params(
         samplers=tuple(name for name in order if _is_on(name, used)),
         greedy=temperature == 0,
         n_candidates=next((n for n in _CANDIDATE_BUCKETS if "top_k" in used and 0 < values["top_k"] <= n), 0),
-        mirostat_versions=(int(values["mirostat"]),) if "mirostat" in used else (),
+        mirostat_versions=(int(values["mirostat"]),) if "mirostat" in used else (0,),
         window=int(max(values[name] if name in used else 0 for name in ("repeat_last_n", "dry_last_n"))),
         vocab_limit=vocab_limit,
         logprobs=logprobs,
