@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from llama_jax.sampling import mirostat, penalties, truncation
-from llama_jax.sampling.candidates import Candidates, best, order, token_ids
+from llama_jax.sampling.candidates import Candidates, best, exact_argmax, order, token_ids
 from llama_jax.sampling.params import SamplingParams
 from llama_jax.sampling.state import SamplerState, push
 from llama_jax.sampling.temperature import dynamic_temperature, temper
@@ -43,9 +43,7 @@ def sample(
     """
     logits = _allowed(logits.astype(jnp.float32), params, mask)
     if params.greedy:
-        logits = _changed(logits, params, state)
-        token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        taken = jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0]
+        taken, token = exact_argmax(_changed(logits, params, state))
         return jnp.where(jnp.isfinite(taken), token, -1), push(state, token)
     keys = _step_keys(params, state)
     token = jnp.full(logits.shape[0], -1, jnp.int32)
@@ -136,7 +134,7 @@ def _draw(candidates: Candidates, params: SamplingParams, keys: Array) -> tuple[
     # -log(1 - u) instead of -log(u): the large values of the noise, which decide, come from the fine end of u.
     noise = -jnp.log(-jnp.log1p(-uniform))
     noise = jnp.where((params.temperature <= 0)[:, None], 0.0, noise)
-    place = jnp.argmax(candidates.logits + noise, axis=-1)[:, None]
+    place = exact_argmax(candidates.logits + noise)[1][:, None]
     logit = jnp.take_along_axis(candidates.logits, place, axis=1)[:, 0]
     token = jnp.take_along_axis(token_ids(candidates), place, axis=1)[:, 0]
     return jnp.where(jnp.isfinite(logit), token, -1), logit

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llama_jax.sampling import mirostat, penalties, truncation
-from llama_jax.sampling.candidates import exact_top_k
+from llama_jax.sampling.candidates import exact_argmax, exact_top_k
 from llama_jax.sampling.temperature import dynamic_temperature, temper
 from tests.sampling import reference
 
@@ -321,6 +321,9 @@ def test_the_two_steps_find_the_best_and_keep_the_order_of_equals(seed, shape, t
     expected = np.argsort(-rows, axis=1, kind="stable")[:, :k]
     np.testing.assert_array_equal(places, expected)
     np.testing.assert_array_equal(values, np.take_along_axis(rows, expected, axis=1))
+    best, place = jax.jit(exact_argmax)(rows)
+    np.testing.assert_array_equal(place, expected[:, 0])
+    np.testing.assert_array_equal(best, rows.max(axis=1))
 
 
 @pytest.mark.gpu
@@ -329,3 +332,4 @@ def test_equals_keep_their_order_on_a_gpu():
     for k in (64, 1024):
         _, places = jax.jit(exact_top_k, static_argnums=1)(rows, k)
         np.testing.assert_array_equal(places, np.argsort(-rows, axis=1, kind="stable")[:, :k])
+    np.testing.assert_array_equal(jax.jit(exact_argmax)(rows)[1], rows.argmax(axis=1))
