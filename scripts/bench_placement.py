@@ -37,7 +37,7 @@ from llama_jax.config import LlamaConfig
 from llama_jax.generate import prefill
 from llama_jax.kernels.backend import XLA
 from llama_jax.linear import embed
-from llama_jax.model import ParameterSpec, blocks, rms_norm, unembed
+from llama_jax.model import ParameterSpec, blocks, join_projections, rms_norm, unembed
 from llama_jax.placement import Plan, default_dtype, resolve
 from llama_jax.placement.sharding import weight_shardings
 from llama_jax.quantization.packed import QuantizedTensor, dequantize_packed
@@ -73,14 +73,16 @@ def plan_of(units: str, config: LlamaConfig) -> Plan:
 
 
 def moved(params: Params, config: LlamaConfig, plan: Plan) -> Params:
-    """`params` with each weight where the plan has it; a weight that is there already is not copied."""
+    """Copies of `params` with each weight where the plan has it, joined as `load` does it."""
     places = weight_shardings(config, None, plan)
 
     def move(path: Any, leaf: Any) -> Any:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
-        return jax.block_until_ready(jax.device_put(leaf, places[name]))
+        return jax.block_until_ready(jax.device_put(leaf, places[name], may_alias=False))
 
-    return jax.tree.map_with_path(move, params, is_leaf=lambda leaf: isinstance(leaf, QuantizedTensor))
+    return join_projections(
+        jax.tree.map_with_path(move, params, is_leaf=lambda leaf: isinstance(leaf, QuantizedTensor))
+    )
 
 
 def temporaries(compiled: Any) -> int:
@@ -245,7 +247,7 @@ def bench_weights(weights: str, options: argparse.Namespace) -> list[dict[str, A
     config = PRESETS[options.shape]
     config = replace(config, n_layers=options.layers or config.n_layers)
     begun, results = time.perf_counter(), []
-    params = host_params(config, weights)
+    originals, params = host_params(config, weights), None
     print(f"{weights}: weights made in {time.perf_counter() - begun:.0f} s", flush=True)
     lines = [(units, False) for units in options.gpu_layers] + [(units, True) for units in options.on_cpu]
     for units, on_the_cpu in lines:
@@ -254,7 +256,8 @@ def bench_weights(weights: str, options: argparse.Namespace) -> list[dict[str, A
             print(f"{weights}: {units} and what follows is left out after {options.limit:.0f} s", flush=True)
             break
         plan = plan_of(units, config)
-        params = moved(params, config, plan)
+        params = None  # gives the memory back first
+        params = moved(originals, config, plan)
         line = dict(shape=options.shape, weights=weights, gpu_layers=units)
         line |= bench(params, config, plan, on_the_cpu, options)
         results.append(line)

@@ -18,13 +18,13 @@ from llama_jax.prompt_cache import fingerprint
 from llama_jax.quantization.packed import pack
 from tests.tiny import tiny_config, tiny_params
 
-CONFIG = tiny_config(n_layers=3, vocab_size=96, d_model=64, d_ff=64, n_kv_heads=4)
+CONFIG = tiny_config(n_layers=2, vocab_size=96, d_model=64, d_ff=64, n_kv_heads=4)
 PROMPTS = [[5, 9, 77, 3, 14, 50, 2, 8, 1, 30], [8, 1]]
 CPU = jax.devices()[:1]
 
 
 def quantized(params):
-    """The matrices of two layers packed."""
+    """The matrices of the first layer packed."""
     rng = np.random.default_rng(0)
 
     def matrix(leaf):
@@ -33,8 +33,8 @@ def quantized(params):
         blocks[:, :, :2] = np.full((), 0.02, np.float16).reshape(1).view(np.uint8)
         return pack(blocks, "Q4_0", leaf.shape) if columns % 32 == 0 else leaf
 
-    layers = [jax.tree.map(lambda leaf: matrix(leaf) if leaf.ndim == 2 else leaf, layer) for layer in params.layers[:2]]
-    return params.replace(layers=(*layers, *params.layers[2:]))
+    layers = [jax.tree.map(lambda leaf: matrix(leaf) if leaf.ndim == 2 else leaf, layer) for layer in params.layers[:1]]
+    return params.replace(layers=(*layers, *params.layers[1:]))
 
 
 def placed(params, placement):
@@ -75,17 +75,16 @@ def reference(weights):
 @pytest.mark.parametrize(
     ("weights", "n_devices", "options"),
     [
-        ("dense", 1, dict(gpu_layers=1)),
-        ("dense", 2, dict(low_vram=True)),
+        ("dense", 1, dict(gpu_layers=1, low_vram=True)),
+        ("dense", 2, dict(gpu_layers=4)),  # values on the device, keys in host memory
         ("packed", 2, dict(gpu_layers=0)),
-        ("packed", 1, dict(gpu_layers=5)),
     ],
 )
 def test_host_memory_changes_no_number(weights, n_devices, options):
     params, logits, rows = reference(weights)
     there, plan = placed(params, Placement(devices=tuple(jax.devices()[:n_devices]), **options))
     new_logits, new_rows, session = run(there, plan)
-    np.testing.assert_allclose(new_logits, logits, atol=1e-5)
+    np.testing.assert_allclose(new_logits, logits, rtol=1e-5, atol=1e-5)
     assert new_rows == rows
     for index, layer in enumerate(there.layers):
         matrices = [leaf for leaf in jax.tree.leaves(layer) if leaf.ndim >= 2]
@@ -97,7 +96,7 @@ def test_host_memory_changes_no_number(weights, n_devices, options):
     assert memory_kinds(session.cache.k) == {"device" if plan.k_cache_on_gpu else "pinned_host"}
 
 
-@pytest.mark.parametrize("gpu_layers", range(8))
+@pytest.mark.parametrize("gpu_layers", range(7))
 def test_the_log_says_where_the_arrays_are(gpu_layers, caplog):
     caplog.set_level(logging.INFO, "llama_jax")
     L = CONFIG.n_layers
@@ -119,7 +118,7 @@ def test_the_report_counts_real_bytes():
     params, plan = placed(tiny_params(CONFIG), Placement(gpu_layers=1, devices=CPU))
     session = Session(params, CONFIG, capacity=16, plan=plan)
     report = memory_report(params, session.cache, temporaries=2**20)
-    layers = sum(leaf.nbytes for leaf in jax.tree.leaves(params.layers[:2]) if leaf.ndim == 2)
+    layers = sum(leaf.nbytes for leaf in jax.tree.leaves(params.layers[:1]) if leaf.ndim == 2)
     total = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     assert report.host_weights == layers + params.output_head.nbytes
     assert report.weights == total - report.host_weights
@@ -139,7 +138,7 @@ def test_each_layer_waits_for_the_one_before():
 def test_projections_in_host_memory_are_not_joined():
     params, _ = placed(tiny_params(CONFIG), Placement(gpu_layers=1, devices=CPU))
     joined = join_projections(params)
-    assert [type(layer.wq).__name__ for layer in joined.layers] == ["ArrayImpl", "ArrayImpl", "Joined"]
+    assert [type(layer.wq).__name__ for layer in joined.layers] == ["ArrayImpl", "Joined"]
     assert memory_kinds(joined.layers[0].wq) == {"pinned_host"}
 
 
@@ -200,5 +199,8 @@ def test_perplexity_wherever_the_layers_are():
         return [e.perplexity for e in perplexity(params, CONFIG, ids, n_ctx=12)]
 
     wanted = score(params)
-    for options in (dict(gpu_layers=1, devices=CPU), dict(tensor_split=(2, 1), devices=jax.devices()[:2])):
+    for options in (
+        dict(gpu_layers=1, devices=CPU),
+        dict(tensor_split=(1, 1), split_mode="layer", devices=jax.devices()[:2]),
+    ):
         assert score(placed(params, Placement(**options))[0]) == pytest.approx(wanted, rel=1e-5)

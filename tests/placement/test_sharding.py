@@ -35,7 +35,7 @@ from tests.tiny import tiny_config, tiny_params
 
 EVEN = tiny_config(vocab_size=128, d_ff=64, n_heads=8, n_kv_heads=4)
 # Wizard's vocabulary, SmolLM2's heads, a feed-forward layer that three devices cannot share.
-ODD = tiny_config(vocab_size=32001, d_model=24, d_ff=40, n_heads=9, n_kv_heads=3, head_dim=4)
+ODD = tiny_config(n_layers=1, vocab_size=32001, d_model=24, d_ff=40, n_heads=9, n_kv_heads=3, head_dim=4)
 MESHES = {
     "1": dict(tensor=1),
     "2": dict(tensor=2),
@@ -111,17 +111,16 @@ slow = pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "name"),
     [
-        *((ODD, name) for name in ("3", "4", "2x4")),
-        (EVEN, "4"),
-        *(pytest.param(ODD, name, marks=slow) for name in ("1", "2", "8")),
-        *(pytest.param(EVEN, name, marks=slow) for name in ("1", "2", "3", "8", "2x4")),
+        *((ODD, name) for name in ("3", "2x4")),
+        *(pytest.param(ODD, name, marks=slow) for name in ("1", "2", "4", "8")),
+        *(pytest.param(EVEN, name, marks=slow) for name in MESHES),
     ],
 )
 def test_a_mesh_changes_no_number(config, name):
     params, logits, tokens = on_one_device(config)
     mesh = device_mesh(**MESHES[name])
     new_logits, new_tokens, cache = run(placed(params, config, mesh), config, mesh)
-    np.testing.assert_allclose(new_logits, logits, atol=1e-5)
+    np.testing.assert_allclose(new_logits, logits, rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(new_tokens, tokens)
     assert new_tokens.max() < config.vocab_size
     n = MESHES[name]["tensor"]
@@ -135,7 +134,7 @@ def test_packed_weights_on_a_mesh():
     mesh = device_mesh(data=2, tensor=4)
     divided = placed(params, EVEN, mesh)
     new_logits, new_tokens, cache = run(divided, EVEN, mesh, batch=5)
-    np.testing.assert_allclose(new_logits, logits, atol=1e-5)
+    np.testing.assert_allclose(new_logits, logits, rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(new_tokens, tokens)
     layer = divided.layers[0]
     assert layer.w_gate.codes.addressable_shards[0].data.shape == (16, 4, 1)  # rows divided
@@ -148,7 +147,7 @@ def test_rows_are_divided_over_data():
     params, *_ = on_one_device(EVEN)
     logits, tokens, _ = run(params, EVEN, batch=4)
     new_logits, new_tokens, cache = run(placed(params, EVEN, mesh), EVEN, mesh, batch=4)
-    np.testing.assert_allclose(new_logits, logits, atol=1e-5)
+    np.testing.assert_allclose(new_logits, logits, rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(new_tokens, tokens)
     assert cache.k[0].addressable_shards[0].data.shape == (2, 2, 16, 12)
 
@@ -220,8 +219,8 @@ def test_attention_kernels_see_their_own_heads(monkeypatch):
 @pytest.mark.parametrize(
     ("config", "sizes"),
     [
-        (ODD, dict(tensor=3)),
         (EVEN, dict(data=2, fsdp=2, tensor=2)),
+        pytest.param(ODD, dict(tensor=3), marks=slow),
         pytest.param(ODD, dict(data=2, tensor=4), marks=slow),
         pytest.param(ODD, dict(tensor=8), marks=slow),
         pytest.param(EVEN, dict(fsdp=8), marks=slow),
