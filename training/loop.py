@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import math
@@ -79,6 +80,25 @@ class RunOptions:
         checks.integer("seed", self.seed, 0)
 
 
+@functools.lru_cache(maxsize=16)
+def _programs(
+    config: LlamaConfig, optimizer: OptimizerOptions, step: StepOptions, assembly: Callable[[StepOptions], Assemble]
+) -> tuple[Any, Any, Any]:
+    """The optimiser, the jitted step and the jitted sums of an evaluation: runs with equal options compile once."""
+    rule = make_optimizer(optimizer)
+    full = optimizer.name == "lbfgs"
+    train_step = make_train_step(
+        config, rule, step, assembly(step), schedule=None if full else learning_rate_schedule(optimizer),
+        line_search=full,
+    )  # fmt: skip
+    exact = dataclasses.replace(step, dropout=0.0, z_loss=0.0)
+
+    def sums(params: Any, fixed: Any, batch: Any, key: jax.Array) -> Any:
+        return batch_sums(assembly(exact)(params, fixed, key), batch, config, exact)[1]
+
+    return rule, jax.jit(train_step, donate_argnums=0), jax.jit(sums)
+
+
 class Trainer:
     """One training run in a folder: its state, its position in the data, its reports.
 
@@ -109,14 +129,7 @@ class Trainer:
         if self._full:
             step = dataclasses.replace(step, accumulate=-(-len(rows) // run.batch), dropout=0.0)
         self.step_options = step
-        self._assembly = assembly
-        self._optimizer = make_optimizer(optimizer)
-        train_step = make_train_step(
-            config, self._optimizer, step, assembly(step),
-            schedule=None if self._full else learning_rate_schedule(optimizer), line_search=self._full,
-        )  # fmt: skip
-        self._step = jax.jit(train_step, donate_argnums=0)
-        self._evaluate = jax.jit(self._sums)
+        self._optimizer, self._step, self._evaluate = _programs(config, optimizer, step, assembly)
         self._validation = all_batches(validation, run.batch) if validation is not None else []
         whole = None if mesh is None else NamedSharding(mesh, PartitionSpec())
         self._key = jax.jit(lambda: jax.random.key(run.seed), out_shardings=whole)()
@@ -192,10 +205,6 @@ class Trainer:
         """Writes a checkpoint in the background."""
         self._checkpoints.save(self.done, self.state, self._position())
 
-    def _sums(self, params: Any, fixed: Any, batch: Any) -> Any:
-        options = dataclasses.replace(self.step_options, dropout=0.0, z_loss=0.0)
-        return batch_sums(self._assembly(options)(params, fixed, self._key), batch, self.config, options)[1]
-
     def weights(self) -> Any:
         """What is worth saving: the weights' average if there is one, else the weights."""
         assert self.state is not None
@@ -208,7 +217,8 @@ class Trainer:
     def validation_loss(self) -> float:
         """Nats a token on the validation data, by `weights`."""
         weights = self.weights()
-        sums = [self._evaluate(weights, self.fixed, place_batch(batch, self.mesh)) for batch in self._validation]
+        batches = (place_batch(batch, self.mesh) for batch in self._validation)
+        sums = [self._evaluate(weights, self.fixed, batch, self._key) for batch in batches]
         loss, count = np.sum(np.array(jax.device_get(sums), np.float64), axis=0)
         return float(loss / max(count, 1.0))
 

@@ -128,7 +128,12 @@ def alone(tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize("axes", ["data=2,fsdp=2,tensor=2", "fsdp=4", "data=8"])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "axes", ["data=2,fsdp=2,tensor=2", pytest.param("fsdp=4", marks=SLOW), pytest.param("data=8", marks=SLOW)]
+)
 def test_any_mesh_gives_the_same_result(tmp_path, alone, axes):
     if jax.device_count() < 8:
         pytest.skip("needs eight devices")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import struct
 
 import jax
@@ -94,7 +95,7 @@ def test_june_2023_begins_at_the_logarithm_of_the_vocabulary(tmp_path, text):
 
 def test_random_weights_of_june_2023():
     config = tiny_config()
-    for path, leaf in by_path(ggml_params(jax.random.key(0), config)).items():
+    for path, leaf in by_path(jax.jit(ggml_params, static_argnums=1)(jax.random.key(0), config)).items():
         assert float(np.abs(leaf).max()) <= sum(leaf.shape) ** -0.5 * (1 + 1e-6), path
         if leaf.size > 1000:  # a standard normal cut to +-1 has a standard deviation of 0.718
             assert float(leaf.std()) == pytest.approx(0.718 * sum(leaf.shape) ** -0.5, rel=0.06)
@@ -211,7 +212,7 @@ def small_model(tmp_path):
     return path
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_finetune_lora(tmp_path, small_model, packed):
     data = tmp_path / "chats.jsonl"
     data.write_text(json.dumps(dict(prompt="Who goes there?", response="A friend, my lord, a friend.")) + "\n")
@@ -233,11 +234,12 @@ def test_finetune_lora(tmp_path, small_model, packed):
 
 
 def test_baby_llama_learns(capsys):
-    params, loss = baby_llama.learn(init_params(jax.random.key(0), baby_llama.CONFIG), None, 0.4, 150)
-    assert loss < 0.5  # of ln 16 = 2.77 at the beginning
-    wave, drawn = baby_llama.draw(params, 0.4)
-    assert np.abs(wave - drawn).max() <= 3
-    assert baby_llama.main(["--steps", "2", "--lora", "2"]) == 0
+    assert baby_llama.main(["--steps", "150", "--lora", "4"]) == 0
     out = capsys.readouterr().out
-    assert out.count("|") == 4 * baby_llama.T
-    assert "adapter of rank 2: loss" in out
+    first, second = (float(text) for text in re.findall(r"loss ([\d.]+) nats", out))
+    assert first < 0.4  # of ln 16 = 2.77 at the beginning
+    assert second < 0.8
+    drawn = re.findall(r"\|(.{16})\|", out)
+    assert len(drawn) == 2 * baby_llama.T
+    for line in drawn[: baby_llama.T]:  # the model's stars are near the wave's dots
+        assert "*" not in line or "." not in line or abs(line.index("*") - line.index(".")) <= 3

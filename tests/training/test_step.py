@@ -1,5 +1,6 @@
 """A training step against the definition of what it computes."""
 
+import dataclasses
 import functools
 from functools import partial
 
@@ -20,6 +21,9 @@ from training.step import StepOptions, init_state, make_train_step, operations_p
 CONFIG = tiny_config(n_layers=1)
 RNG = np.random.default_rng(5)
 KEY = jax.random.key(7)
+PARAMS = tiny_params(CONFIG)
+QUICK = {"xla_backend_optimization_level": 0}  # compile sooner, run slower
+FREE = StepOptions(clip=0.0)
 
 
 def make_batch(B=4, T=12, seed=0):
@@ -33,9 +37,10 @@ def make_batch(B=4, T=12, seed=0):
 @functools.cache
 def trainer(options, config=CONFIG, **optimizer_options):
     """`(first state, jitted step)`, one for all tests that ask for the same."""
-    optimizer = make_optimizer(OptimizerOptions(warmup=0, **optimizer_options))
-    state = jax.jit(lambda: init_state(tiny_params(config), optimizer, options))()
-    return state, jax.jit(make_train_step(config, optimizer, options))
+    plain = dict(name="sgd", beta1=0.0, weight_decay=0.0, learning_rate=0.5, decay_steps=0)
+    optimizer = make_optimizer(OptimizerOptions(warmup=0, **(optimizer_options or plain)))
+    state = init_state(PARAMS, optimizer, options)
+    return state, jax.jit(make_train_step(config, optimizer, options), compiler_options=QUICK)
 
 
 def run(options, steps=1, **optimizer_options):
@@ -76,12 +81,10 @@ def _paths(params):
 
 
 def test_accumulation_is_exactly_one_big_batch():
-    whole, _ = run(StepOptions(), learning_rate=0.1, name="sgd", beta1=0.0, weight_decay=0.0)
-    parts, _ = run(StepOptions(accumulate=4), learning_rate=0.1, name="sgd", beta1=0.0, weight_decay=0.0)
-    close(whole.params, parts.params, rtol=1e-5, atol=1e-6)
-    gradient = jax.jit(jax.grad(loss), static_argnames="config")(tiny_params(CONFIG), **make_batch(), config=CONFIG)
-    norm = float(optax.tree.norm(gradient))
-    expected = jax.tree.map(lambda w, g: w - 0.1 * g * min(1, 1 / norm), tiny_params(CONFIG), gradient)
+    parts, _ = run(dataclasses.replace(FREE, accumulate=4))
+    close(run(FREE)[0].params, parts.params, rtol=1e-5, atol=1e-6)
+    gradient = jax.jit(jax.grad(loss), static_argnames="config")(PARAMS, **make_batch(), config=CONFIG)
+    expected = jax.tree.map(lambda w, g: w - 0.5 * g, PARAMS, gradient)
     close(parts.params, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -92,21 +95,19 @@ def test_an_uneven_accumulation_is_an_error():
 
 @pytest.mark.parametrize("changes", [dict(fused=True), dict(remat="products"), dict(remat="block")])
 def test_what_only_changes_speed_changes_no_number(changes):
-    plain, a = run(StepOptions(), steps=2)
-    other, b = run(StepOptions(**changes), steps=2)
+    plain, a = run(FREE, steps=2)
+    other, b = run(dataclasses.replace(FREE, **changes), steps=2)
     close(plain.params, other.params, rtol=2e-4, atol=2e-5)
     assert float(a["loss"]) == pytest.approx(float(b["loss"]), rel=1e-5)
 
 
 def test_clipping_shortens_to_the_limit():
-    options = dict(name="sgd", beta1=0.0, weight_decay=0.0, learning_rate=1.0, decay_steps=0)
-    free, metrics = run(StepOptions(clip=0.0), **options)
-    clipped, _ = run(StepOptions(clip=0.25), **options)
-    start = tiny_params(CONFIG)
-    moves = [float(optax.tree.norm(jax.tree.map(jnp.subtract, state.params, start))) for state in (free, clipped)]
-    assert moves[0] == pytest.approx(float(metrics["gradient_norm"]), rel=1e-4)
+    free, metrics = run(FREE)
+    clipped, _ = run(StepOptions(clip=0.25))
+    moves = [float(optax.tree.norm(jax.tree.map(jnp.subtract, s.params, PARAMS))) for s in (free, clipped)]
+    assert moves[0] == pytest.approx(0.5 * float(metrics["gradient_norm"]), rel=1e-4)
     assert moves[0] > 0.3
-    assert moves[1] == pytest.approx(0.25, rel=1e-4)
+    assert moves[1] == pytest.approx(0.5 * 0.25, rel=1e-4)
 
 
 def test_a_step_that_is_not_finite_is_skipped_and_counted():
@@ -123,19 +124,20 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted():
 
 
 def test_z_loss_enters_the_gradient_and_not_the_report():
-    plain, a = run(StepOptions())
-    other, b = run(StepOptions(z_loss=0.1))
+    plain, a = run(FREE)
+    other, b = run(dataclasses.replace(FREE, z_loss=0.1))
     assert float(a["loss"]) == pytest.approx(float(b["loss"]), rel=1e-6)
     assert not np.allclose(plain.params.output_norm, other.params.output_norm, atol=1e-6)
 
 
 def test_bfloat16_computes_in_bfloat16_and_keeps_float32():
-    state, metrics = run(StepOptions(dtype="bfloat16"), steps=3)
-    _, reference = run(StepOptions(), steps=3)
+    narrow = dataclasses.replace(FREE, dtype="bfloat16")
+    state, metrics = run(narrow, steps=3)
+    _, reference = run(FREE, steps=3)
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(state.params))
     assert float(metrics["loss"]) == pytest.approx(float(reference["loss"]), rel=2e-2)
     assert float(metrics["loss"]) != float(reference["loss"])
-    _, step = trainer(StepOptions(dtype="bfloat16"))
+    _, step = trainer(narrow)
     text = step.lower(state, None, make_batch(), KEY).as_text()
     products = [line for line in text.splitlines() if "dot_general" in line and "tensor<4x12x32x" in line]
     assert products
@@ -145,7 +147,7 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32():
 def test_the_state_is_updated_in_place():
     optimizer = make_optimizer(OptimizerOptions())
     state = init_state(tiny_params(CONFIG), optimizer, StepOptions())
-    step = jax.jit(make_train_step(CONFIG, optimizer, StepOptions()), donate_argnums=0)
+    step = jax.jit(make_train_step(CONFIG, optimizer, StepOptions()), donate_argnums=0, compiler_options=QUICK)
     compiled = step.lower(state, None, make_batch(), KEY).compile()
     sizes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     assert compiled.memory_analysis().alias_size_in_bytes >= 0.99 * sizes
@@ -199,6 +201,6 @@ def test_operations_of_the_published_shape():
 
 def test_summed_loss_is_the_total():
     total, weight = jax.jit(partial(summed_loss, config=CONFIG))(tiny_params(CONFIG), **make_batch())
-    _, metrics = run(StepOptions())
+    _, metrics = run(FREE)
     assert float(metrics["loss"]) == pytest.approx(float(total) / float(weight), rel=1e-5)
     assert float(metrics["tokens"]) == float(weight)
