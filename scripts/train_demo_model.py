@@ -225,7 +225,7 @@ def main() -> None:
     )  # fmt: skip
     trainer.start(jax.jit(init_params, static_argnums=1)(jax.random.key(args.seed), config))
     began = time.perf_counter()
-    if not trainer.run():
+    if trainer.run():
         raise SystemExit("The training was interrupted; nothing is written.")
     seconds = time.perf_counter() - began
     params = jax.device_get(trainer.weights())

@@ -236,13 +236,14 @@ def newline_ids(stream: TokenStream, tokenizer: Tokenizer) -> list[int]:
     return ids
 
 
-def training_batches(rows: Rows, batch: int, seed: int, *, threads: int = 2, workers: int = 0) -> Any:
-    """An endless Grain iterator of batches [B, T] whose `get_state` and `set_state` are its position.
+def training_batches(rows: Rows, batch: int, seed: int, *, seen: int = 0, threads: int = 2, workers: int = 0) -> Any:
+    """An endless Grain iterator of batches [B, T].
 
-    Rows come in a new random order every epoch. The same seed gives the same batches.
+    Rows come in a new random order every epoch. The same seed gives the same rows in the same order.
 
     Args:
       batch: B.
+      seen: rows that earlier batches have used: where to go on.
       workers: processes that make rows, 0 for threads of this one.
     """
     import grain
@@ -250,9 +251,13 @@ def training_batches(rows: Rows, batch: int, seed: int, *, threads: int = 2, wor
     n = len(rows)
     dataset = grain.MapDataset.range(n).seed(seed).shuffle().repeat()
     dataset = dataset.map_with_index(lambda i, row: (int(row), int(i) // n))
-    dataset = dataset.map(lambda item: rows.row(*item)).batch(batch, drop_remainder=True)
+    dataset = dataset[seen:].map(lambda item: rows.row(*item)).batch(batch, drop_remainder=True)
     iterator = dataset.to_iter_dataset(grain.ReadOptions(num_threads=threads, prefetch_buffer_size=2 * threads))
     if workers:
+        from absl import flags
+
+        if not flags.FLAGS.is_parsed():  # Grain reads flags of its own, which a program without absl never parses
+            flags.FLAGS.mark_as_parsed()
         iterator = iterator.mp_prefetch(grain.MultiprocessingOptions(num_workers=workers))
     return iter(iterator)
 

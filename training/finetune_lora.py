@@ -133,7 +133,7 @@ def adapted(options: Any) -> Any:
 
 
 def finetune(arguments: argparse.Namespace) -> None:
-    """Runs a training as the options say; raises SystemExit(143) where SIGTERM ended it."""
+    """Runs a training as the options say; raises SystemExit where a signal ended it."""
     import jax
     import jax.numpy as jnp
 
@@ -143,7 +143,7 @@ def finetune(arguments: argparse.Namespace) -> None:
     from llama_jax.lora import init_lora
     from training.data import Rows, join_documents, split_stream
     from training.loop import RunOptions, Trainer
-    from training.train_text_from_scratch import TERMINATED, optimizer_options, step_options
+    from training.train_text_from_scratch import SIGNALLED, optimizer_options, step_options
 
     if arguments.mesh or arguments.coordinator or arguments.optimizer == "lbfgs" or arguments.compat:
         raise ArgumentError("--mesh, --coordinator, --use-lbfgs and --compat are not for adapters; leave them out.")
@@ -188,8 +188,8 @@ def finetune(arguments: argparse.Namespace) -> None:
             logger.info("going on behind batch %d", trainer.resume(shapes))
         else:
             trainer.start(adapter)
-        finished = trainer.run()
-        if finished:
+        ended_by = trainer.run()
+        if not ended_by:
             result = jax.device_get(trainer.weights())
             out = arguments.lora_out or arguments.checkpoint_out / "adapter"
             if out.suffix == ".gguf":
@@ -199,8 +199,8 @@ def finetune(arguments: argparse.Namespace) -> None:
             logger.info("wrote %s", out)
     finally:
         trainer.close()
-    if not finished:
-        raise SystemExit(TERMINATED)
+    if ended_by:
+        raise SystemExit(SIGNALLED + ended_by)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

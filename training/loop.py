@@ -125,7 +125,7 @@ class Trainer:
         self.mesh, self.fixed, self._sample, self._notes = mesh, fixed, sample, notes or {}
         self._optimizer_options = optimizer
         self._full = optimizer.name == "lbfgs"  # all the data in every step
-        self._batches = None if self._full else self._new_iterator()
+        self._batches: Any = None
         if self._full:
             step = dataclasses.replace(step, accumulate=-(-len(rows) // run.batch), dropout=0.0)
         self.step_options = step
@@ -138,13 +138,18 @@ class Trainer:
         self._board: Any = None
         self.state: TrainState | None = None
         self.done = 0  # batches
+        self.seen = 0  # rows
         self.tokens = 0  # targets that counted
         self.best_loss, self._bad = math.inf, 0
 
     # Beginning
 
-    def _new_iterator(self) -> Any:
-        return training_batches(self.rows, self.options.batch, self.options.seed, workers=self.options.workers)
+    def _open_data(self) -> None:
+        if not self._full:
+            options = self.options
+            self._batches = training_batches(
+                self.rows, options.batch, options.seed, seen=self.seen, workers=options.workers
+            )
 
     def start(self, params: Any) -> None:
         """Begins with these weights, float32."""
@@ -159,6 +164,7 @@ class Trainer:
         donated = () if shardings is not None else (0,)  # what moves to other places cannot be used again
         self.state = jax.jit(make, out_shardings=shardings, donate_argnums=donated)(params)
         _cut_metrics(self.folder / METRICS, 0)
+        self._open_data()
 
     def _shardings(self, state: Any) -> Any:
         return None if self.mesh is None else state_shardings(state, self.config, self.mesh)
@@ -180,11 +186,10 @@ class Trainer:
         state = jax.eval_shape(lambda params: init_state(params, self._optimizer, self.step_options), shapes)
         self.state = source.restore(step, abstract(state, self._shardings(state)))
         position = source.position(step)
-        self.done, self.tokens = position["batches"], position["tokens"]
+        self.done, self.seen, self.tokens = position["batches"], position["rows"], position["tokens"]
         self.best_loss = math.inf if position["best_loss"] is None else position["best_loss"]
         self._bad = position["bad"]
-        if self._batches is not None:
-            self._batches.set_state(position["data"])
+        self._open_data()
         self.folder.mkdir(parents=True, exist_ok=True)
         _cut_metrics(self.folder / METRICS, self.done)
         return self.done
@@ -194,10 +199,10 @@ class Trainer:
     def _position(self) -> dict[str, Any]:
         return dict(
             batches=self.done,
+            rows=self.seen,
             tokens=self.tokens,
             best_loss=None if math.isinf(self.best_loss) else self.best_loss,
             bad=self._bad,
-            data=None if self._batches is None else self._batches.get_state(),
             **self._notes,
         )
 
@@ -227,18 +232,19 @@ class Trainer:
         batches = all_batches(self.rows, self.options.batch)
         return place_batch({name: np.concatenate([b[name] for b in batches]) for name in batches[0]}, self.mesh)
 
-    def run(self) -> bool:
-        """Trains to the end; False if a signal ended it before, in which case it is saved where it was."""
+    def run(self) -> int:
+        """Trains to the end: 0; or the number of the signal that ended it before, after which it is saved as it was."""
         everything = self._all_rows() if self._full else None
-        finished = False
+        ended_by = 0
         try:
             with _Stop() as stop, _Reports(self) as reports:
                 while self.done < self.options.batches and not stop.agreed():
-                    batch = everything if self._batches is None else place_batch(next(self._batches), self.mesh)
+                    batch = everything if self._full else place_batch(next(self._batches), self.mesh)
                     metrics = {}
                     for _ in range(self._steps_on_batch()):
                         self.state, metrics = self._step(self.state, self.fixed, batch, self._key)
                     self.done += 1
+                    self.seen += self.options.batch
                     reports.add(self.done, metrics)
                     if self._due(self.options.evaluate_every) and self._validation and self._judge(reports):
                         break
@@ -251,14 +257,14 @@ class Trainer:
                         reports.flush()
                         self.save()
                 reports.flush()
-                finished = not stop.asked
+                ended_by = stop.asked
             self.save()
         finally:
             self._checkpoints.wait()
-        if finished and self._best is not None and self._best.latest() is not None:
+        if not ended_by and self._best is not None and self._best.latest() is not None:
             self._best.wait()
             self._restore_best()
-        return finished
+        return ended_by
 
     def _due(self, interval: int) -> bool:
         return bool(interval) and self.done % interval == 0
@@ -302,10 +308,10 @@ class Trainer:
 
 
 class _Stop(contextlib.AbstractContextManager):
-    """`asked` after SIGTERM or Ctrl-C; a second one ends the process as usual."""
+    """`asked` is the number of the signal, SIGTERM or Ctrl-C's, or 0; a second one ends the process as usual."""
 
     def __init__(self) -> None:
-        self.asked = False
+        self.asked = 0
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> _Stop:
@@ -314,18 +320,18 @@ class _Stop(contextlib.AbstractContextManager):
                 self._before[number] = signal.signal(number, self._ask)
         return self
 
-    def agreed(self) -> bool:
+    def agreed(self) -> int:
         """`asked` on any host; all hosts have to call it."""
         if jax.process_count() > 1:
             from jax.experimental.multihost_utils import process_allgather
 
-            self.asked = bool(np.any(process_allgather(np.array(self.asked))))
+            self.asked = int(np.max(process_allgather(np.array(self.asked, np.int32))))
         return self.asked
 
     def _ask(self, number: int, frame: Any) -> None:
         if self.asked:
             raise KeyboardInterrupt
-        self.asked = True
+        self.asked = number
         logger.info("%s: saving and stopping", signal.Signals(number).name)
 
     def __exit__(self, *_: Any) -> None:
@@ -355,7 +361,7 @@ class _Reports(contextlib.AbstractContextManager):
             except ImportError:
                 from llama_jax.errors import ArgumentError
 
-                raise ArgumentError("TensorBoard was asked for; it needs `pip install tensorboardX`.") from None
+                raise ArgumentError("--tensorboard needs tensorboardX: pip install -e '.[tensorboard]'.") from None
             self._board = SummaryWriter(str(trainer.folder / "tensorboard"))
         self._per_token = operations_per_token(trainer.config, trainer.rows.T, adapter=trainer.fixed is not None)
         peak = peak_operations()

@@ -26,7 +26,7 @@ from training.arguments import add_arguments
 logger = logging.getLogger("llama_jax.train")
 
 CONFIG, VOCABULARY = "config.json", "vocabulary.json"
-TERMINATED = 143  # the exit code of a process that SIGTERM ended
+SIGNALLED = 128  # plus a signal's number: the exit code of what it ended
 
 
 def feed_forward_width(d_model: int, mult: int) -> int:
@@ -214,7 +214,7 @@ def sampler(config: Any, source: Any, length: int, seed: int) -> Any:
 
 
 def train(arguments: argparse.Namespace) -> None:
-    """Runs a training as the options say; raises SystemExit(143) where SIGTERM ended it."""
+    """Runs a training as the options say; raises SystemExit where a signal ended it."""
     import jax
 
     from llama_jax.cli.placement import join_hosts
@@ -283,8 +283,8 @@ def train(arguments: argparse.Namespace) -> None:
     )  # fmt: skip
     try:
         _begin(trainer, resumed, run, config, params, seed, arguments)
-        finished = trainer.run()
-        if finished:
+        ended_by = trainer.run()
+        if not ended_by:
             seen = arguments.eval_interval and trainer.done % arguments.eval_interval == 0
             if held is not None and not seen:
                 logger.info("validation loss %.4f", trainer.validation_loss())
@@ -295,8 +295,8 @@ def train(arguments: argparse.Namespace) -> None:
                     print(sampler(config, source, arguments.predict, seed)(weights))
     finally:
         trainer.close()
-    if not finished:
-        raise SystemExit(TERMINATED)
+    if ended_by:
+        raise SystemExit(SIGNALLED + ended_by)
 
 
 def _folder_to_resume(run: Path, origin: Path | None) -> Path | None:

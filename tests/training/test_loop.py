@@ -42,9 +42,9 @@ def trainer(folder, batches=6, name="adamw", step=None, **options):
 
 
 def finish(run):
-    finished = run.run()
+    ended_by = run.run()
     run.close()
-    return finished
+    return ended_by
 
 
 def same(a, b):
@@ -59,14 +59,14 @@ def losses(folder):
 def test_a_resumed_run_is_the_same_bit_for_bit(tmp_path, name):
     whole = trainer(tmp_path / "whole", name=name)
     whole.start(tiny_params(CONFIG))
-    assert finish(whole)
+    assert finish(whole) == 0
     first = trainer(tmp_path / "parts", batches=4, name=name, run=dict(save_every=3))
     first.start(tiny_params(CONFIG))
-    assert finish(first)
+    assert finish(first) == 0
     second = trainer(tmp_path / "parts", name=name)
     assert second.resume(SHAPES) == 4
     assert second.tokens == first.tokens
-    assert finish(second)
+    assert finish(second) == 0
     same(second.state, whole.state)
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     assert len(losses(tmp_path / "whole")) == 6
@@ -76,7 +76,7 @@ def test_a_resumed_run_is_the_same_bit_for_bit(tmp_path, name):
 def test_the_newest_checkpoints_are_kept_and_reports_complete(tmp_path):
     run = trainer(tmp_path, batches=7, validation=rows(90, seed=5), run=dict(keep=2, evaluate_every=3))
     run.start(tiny_params(CONFIG))
-    assert finish(run)
+    assert finish(run) == 0
     checkpoints = Checkpoints(tmp_path)
     assert checkpoints.steps() == [6, 7]
     assert checkpoints.position(7)["batches"] == 7
@@ -97,7 +97,7 @@ def test_sigterm_saves_and_stops(tmp_path):
     before = signal.getsignal(signal.SIGTERM)
     run = trainer(tmp_path, run=dict(save_every=0, sample_every=3), sample=sample)
     run.start(tiny_params(CONFIG))
-    assert not finish(run)
+    assert finish(run) == signal.SIGTERM
     assert signal.getsignal(signal.SIGTERM) is before
     checkpoints = Checkpoints(tmp_path)
     assert checkpoints.steps() == [3]
@@ -112,7 +112,7 @@ def test_patience_ends_a_run_with_the_best_weights(tmp_path):
         RunOptions(batch=8, batches=50, evaluate_every=1, patience=3), validation=rows(90, seed=5),
     )  # fmt: skip
     run.start(tiny_params(CONFIG))
-    assert finish(run)
+    assert finish(run) == 0
     seen = [line["validation_loss"] for line in read_metrics(tmp_path / METRICS) if "validation_loss" in line]
     best = int(np.argmin(seen))
     assert len(seen) == best + 4 < 50
@@ -124,7 +124,7 @@ def alone(tmp_path_factory):
     """The run on one device."""
     run = trainer(tmp_path_factory.mktemp("alone"), batches=3, step=StepOptions(accumulate=2))
     run.start(tiny_params(CONFIG))
-    assert finish(run)
+    assert finish(run) == 0
     return run
 
 
@@ -140,7 +140,7 @@ def test_any_mesh_gives_the_same_result(tmp_path, alone, axes):
     accumulate = 1 if axes == "data=8" else 2
     run = trainer(tmp_path, batches=3, step=StepOptions(accumulate=accumulate), mesh=device_mesh(**parse_mesh(axes)))
     run.start(tiny_params(CONFIG))
-    assert finish(run)
+    assert finish(run) == 0
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5), run.state.params, alone.state.params
     )
