@@ -532,6 +532,8 @@ class Session:
         """What `program` returns; what it needs besides is noted."""
         if not self.cache.stages:
             self.temporary_bytes = max(self.temporary_bytes, temporary_bytes(program, *arguments))
+        elif program is _prefill_jit:
+            self.temporary_bytes = max(self.temporary_bytes, stages.temporary_bytes(*arguments[:4]))
         return program(*arguments)
 
 

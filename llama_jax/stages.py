@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import SingleDeviceSharding
 
 from llama_jax.cache import KVCache, advance, forget
 from llama_jax.config import LlamaConfig
@@ -121,6 +122,20 @@ def hidden_states(params: Params, tokens: Array, config: LlamaConfig, counts: Ar
         x, there = jax.device_put((x, counts), device)
         x = _run_uncached(tuple(layers), x, config, there)
     return _norm(jax.device_put(x, main), params.output_norm, epsilon=config.norm_epsilon)
+
+
+def temporary_bytes(params: Params, tokens: Array, config: LlamaConfig, cache: KVCache) -> int:
+    """The most bytes that a stage needs on its device besides arguments and results, to `prefill` tokens [B, T]."""
+
+    def needed(span: slice, device: Any) -> int:
+        home = SingleDeviceSharding(device)
+        x = jax.ShapeDtypeStruct((*tokens.shape, config.d_model), params.embedding.dtype, sharding=home)
+        counts = jax.ShapeDtypeStruct(tokens.shape[:1], jnp.int32, sharding=home)
+        compiled = _run_stage.lower(params.layers[span], x, config, _part(cache, span, device), counts).compile()
+        analysis = compiled.memory_analysis()
+        return analysis.temp_size_in_bytes if analysis else 0
+
+    return max(needed(*span) for span in _spans(cache))
 
 
 def prefill_chunk(

@@ -2,7 +2,7 @@
 
     python scripts/scaling.py            # writes the tables into docs/scaling.md; the last line is JSON
 
-Nothing here is measured but the two shares of the card's limits that `Machine` names. The model of a step:
+Nothing here is measured but what `Machine` says so of. The model of a step:
 
   memory      bytes that a GPU reads / its bandwidth
   arithmetic  operations of a GPU / its speed
@@ -39,8 +39,9 @@ class Machine:
     """An H200 in hosts of eight. Bandwidths a GPU, in bytes a second and direction; latencies in seconds.
 
     Attributes:
-      memory_share, arithmetic_share: of the data sheet's limits, as measured on one card (README.md): decoding with one
-        sequence of 2048 tokens, and a prompt of 2048 tokens.
+      memory_share, prompt_share: of the data sheet's limits, as measured on one card (README.md): decoding one sequence
+        of 2048 tokens, and a prompt of 2048 tokens.
+      train_share: of the arithmetic's limit; assumed, less than a prompt's since backward products are smaller.
       latency, host_latency: of an all-reduce within a host and between hosts; assumed.
     """
 
@@ -51,7 +52,8 @@ class Machine:
     network: float = 50e9
     host: int = 8
     memory_share: float = 0.75
-    arithmetic_share: float = 0.40
+    prompt_share: float = 0.60
+    train_share: float = 0.40
     latency: float = 12e-6
     host_latency: float = 30e-6
 
@@ -108,7 +110,7 @@ def decode_seconds(config: LlamaConfig, sequences: int, tensor: int) -> float | 
         return None
     read = (2 * _product_weights(config) + cache) / tensor / (m.bandwidth * m.memory_share)
     work = 2 * _product_weights(config) * sequences + _attention_operations(config, sequences, CONTEXT)
-    arithmetic = work / tensor / (m.operations * m.arithmetic_share)
+    arithmetic = work / tensor / (m.operations * m.prompt_share)
     return max(read, arithmetic) + tensor_seconds(config, sequences, sequences, tensor)
 
 
@@ -118,7 +120,7 @@ def prefill_seconds(config: LlamaConfig, tensor: int) -> float | None:
     if (weight_bytes(config) + CONTEXT * config.kv_bytes_per_token(2)) / tensor > 0.92 * m.memory:
         return None
     work = 2 * _product_weights(config) * CONTEXT + _attention_operations(config, CONTEXT, CONTEXT / 2)
-    return work / tensor / (m.operations * m.arithmetic_share) + tensor_seconds(config, CONTEXT, 1, tensor)
+    return work / tensor / (m.operations * m.prompt_share) + tensor_seconds(config, CONTEXT, 1, tensor)
 
 
 def train_seconds(config: LlamaConfig, shape: MeshShape) -> float | None:
@@ -137,7 +139,7 @@ def train_seconds(config: LlamaConfig, shape: MeshShape) -> float | None:
         return None
     rounds = rows // (shape.data * shape.fsdp)  # one row on each group of GPUs at a time
     work = 8.0 * _product_weights(config) * CONTEXT + 4 * _attention_operations(config, CONTEXT, CONTEXT / 2)
-    arithmetic = work / shape.tensor / (m.operations * m.arithmetic_share)
+    arithmetic = work / shape.tensor / (m.operations * m.train_share)
     links = 4 * tensor_seconds(config, CONTEXT, 0, shape.tensor)  # forward, again, and twice backward
     within = shape.fsdp * shape.tensor <= m.host
     moved = 3 * weight_bytes(config) / shape.tensor * (shape.fsdp - 1) / shape.fsdp  # two gathers, one scatter

@@ -142,7 +142,7 @@ def memory_report(params: Params, cache: KVCache, temporaries: int = 0) -> Memor
     """
     weights, host_weights = _bytes_by_memory(params)
     buffers, host_buffers = _bytes_by_memory(cache)
-    n_devices = len(cache.lengths.sharding.addressable_devices)
+    n_devices = max(len(cache.lengths.sharding.addressable_devices), len(cache.stages))
     return MemoryReport(weights, buffers, temporaries * n_devices, host_weights, host_buffers)
 
 

@@ -47,6 +47,9 @@ def test_stretches_of_layers_change_no_number(options, stages, on_one_device):
     assert rows == on_one_device[1]
     assert session.timings.shifts == on_one_device[2].timings.shifts > 0
     assert session.cache.stages == stages
+    assert session.temporary_bytes == 0
+    session.warm_up(sampling_params(2, temperature=0.0), longest_prompt=8)
+    assert session.temporary_bytes > 2 * 8 * CONFIG.d_ff * 4  # at least one product of the feed-forward layer
     for index, layer in enumerate(params.layers):
         home = {plan.devices[plan.layer_devices[index]]}
         assert layer.wq.devices() == session.cache.k[index].devices() == home
