@@ -8,18 +8,27 @@
 One call tries all variants and prints a line for each. A variant is a list of settings of `training.step.StepOptions`
 (dtype, attention, remat, fused, accumulate, z_loss, dropout) and `logits`, the binary logarithm of how many of the
 head's logits exist at once. Operations are six per weight (the looked-up embedding aside) and token, and causal
-attention. `--peer` times transformers with torch.compile first, in a process of its own. The last line is JSON.
+attention. `--peer` times transformers with torch.compile first, in a process of its own. `--xla-flags` runs all variants
+in another process with these flags first, and may be repeated; worth trying on a Hopper GPU are
+--xla_gpu_enable_cublaslt=true, --xla_gpu_cudnn_gemm_fusion_level=2 and --xla_gpu_enable_triton_gemm=false. `--profile`
+prints the kernels that took longest. The last line is JSON.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import dataclasses
+import gzip
 import importlib.util
 import json
+import os
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import benchmark
@@ -102,7 +111,15 @@ def parse_variant(text: str) -> dict[str, Any]:
 
 
 def bench(
-    config: LlamaConfig, variant: dict[str, Any], B: int, T: int, steps: int, repeats: int, rank: int, weights: str
+    config: LlamaConfig,
+    variant: dict[str, Any],
+    B: int,
+    T: int,
+    steps: int,
+    repeats: int,
+    rank: int,
+    weights: str,
+    profile: bool,
 ) -> dict[str, Any]:
     """One line of results; with a rank, an adapter of it is trained beside dense or packed weights."""
     settings = dict(variant)
@@ -132,6 +149,8 @@ def bench(
         return metrics
 
     seconds = benchmark.median_seconds(run, repeats) / steps
+    if profile:
+        print_kernels(run, steps)
     rate = operations_per_token(config, T, adapter=bool(rank)) * B * T / seconds
     peak = peak_operations()
     memory = compiled.memory_analysis()
@@ -144,6 +163,41 @@ def bench(
         compile_seconds=compile_seconds,
         loss=float(run()["loss"]),
     )
+
+
+def print_kernels(run: Callable[[], Any], steps: int, most: int = 30) -> None:
+    """The kernels (or, on a CPU, operations) that took longest in `run`, in ms a step."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            jax.block_until_ready(run())
+        (path,) = Path(folder).rglob("*.trace.json.gz")
+        events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    names = {(e["pid"], e.get("tid")): e["args"]["name"] for e in events if e.get("ph") == "M" and "name" in e["args"]}
+    lanes = {e["pid"] for e in events if e.get("name") == "process_name" and "device:" in e["args"]["name"].lower()}
+    spent: collections.Counter[str] = collections.Counter()
+    counts: collections.Counter[str] = collections.Counter()
+    for event in events:
+        if event.get("ph") == "X" and event["pid"] in lanes and "Stream" in names.get((event["pid"], event["tid"]), ""):
+            spent[event["name"]] += event["dur"]
+            counts[event["name"]] += 1
+    for name, microseconds in spent.most_common(most):
+        print(f"  {microseconds / 1e3 / steps:8.3f} ms  {counts[name] / steps:5.0f} x  {name[:90]}")
+    print(f"  {sum(spent.values()) / 1e3 / steps:8.3f} ms of kernels a step", flush=True)
+
+
+def with_flags(flags: str, own: list[str]) -> list[dict[str, Any]]:
+    """The results of this script with its arguments in a process with these XLA flags."""
+    environment = os.environ | {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()}
+    results: list[dict[str, Any]] = []
+    with subprocess.Popen(
+        [sys.executable, __file__, *own], env=environment, stdout=subprocess.PIPE, text=True
+    ) as process:
+        for line in process.stdout or ():
+            if line.startswith('{"benchmark"'):
+                results = [result | dict(xla_flags=flags) for result in json.loads(line)["results"]]
+            else:
+                print(f"{flags}: {line}", end="", flush=True)
+    return results
 
 
 def peer(config: LlamaConfig, B: int, T: int, steps: int, repeats: int) -> dict[str, Any] | None:
@@ -197,6 +251,8 @@ def main() -> None:
     parser.add_argument("--variant", action="append", help="may be repeated; default: several for a GPU")
     parser.add_argument("--steps", type=int, default=3, help="in one timing")
     parser.add_argument("--repeats", type=int, default=5, help="timings, of which the median counts")
+    parser.add_argument("--profile", action="store_true", help="print the kernels that take longest")
+    parser.add_argument("--xla-flags", action="append", default=[], metavar="FLAGS", help="once more with these")
     parser.add_argument("--peer", action="store_true", help="time transformers with torch.compile, too")
     arguments = parser.parse_args()
     config = PRESETS[arguments.shape]
@@ -206,23 +262,31 @@ def main() -> None:
     common: dict[str, Any] = dict(shape=arguments.shape, batch=arguments.batch, tokens=arguments.tokens)
     if arguments.lora:
         common |= dict(lora=arguments.lora, weights=arguments.weights)
+    # Other processes come first, before this one takes the device's memory.
+    theirs = peer(config, *size) if arguments.peer and not arguments.lora else None
+    others: list[dict[str, Any]] = []
+    own = ["--shape", arguments.shape, "--batch", str(arguments.batch), "--tokens", str(arguments.tokens)]
+    own += ["--steps", str(arguments.steps), "--repeats", str(arguments.repeats), "--weights", arguments.weights]
+    own += ["--lora", str(arguments.lora), *(["--layers", str(arguments.layers)] if arguments.layers else [])]
+    own += ["--profile"] if arguments.profile else []
+    own += [item for text in arguments.variant or () for item in ("--variant", text)]
+    for flags in arguments.xla_flags:
+        others += with_flags(flags, own)
     results = []
-    if arguments.peer and not arguments.lora:  # before jax takes the device's memory
-        line = peer(config, *size)
-        if line is not None:
-            limit = peak_operations()
-            line["share_of_limit"] = line["tflop_per_second"] * 1e12 / limit if limit else None
-            results.append(common | line)
-            show(results[-1])
+    if theirs is not None:
+        limit = peak_operations()
+        theirs["share_of_limit"] = theirs["tflop_per_second"] * 1e12 / limit if limit else None
+        results.append(common | theirs)
+        show(results[-1])
     for text in arguments.variant or (LORA_VARIANTS if arguments.lora else VARIANTS):
         try:
-            line = bench(config, parse_variant(text), *size, arguments.lora, arguments.weights)
+            line = bench(config, parse_variant(text), *size, arguments.lora, arguments.weights, arguments.profile)
         except Exception as error:  # the next variant may still run
             print(f"{text}: failed, {str(error).splitlines()[0]}", flush=True)
             continue
         results.append(common | dict(variant=text) | line)
         show(results[-1])
-    benchmark.report("training", results)
+    benchmark.report("training", results + others)
 
 
 if __name__ == "__main__":
