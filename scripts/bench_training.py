@@ -8,8 +8,8 @@
 One call tries all variants and prints a line for each. A variant is a list of settings of `training.step.StepOptions`
 (dtype, attention, remat, fused, accumulate, z_loss, dropout) and `logits`, the binary logarithm of how many of the
 head's logits exist at once. Operations are six per weight (the looked-up embedding aside) and token, and causal
-attention. `--peer` times transformers with torch.compile first, in a process of its own. `--xla-flags` runs all variants
-in another process with these flags first, and may be repeated; worth trying on a Hopper GPU are
+attention. `--peer` times transformers with torch.compile first, in a process of its own. `--xla-flags` runs all
+variants in another process with these flags first, and may be repeated; worth trying on a Hopper GPU are
 --xla_gpu_enable_cublaslt=true, --xla_gpu_cudnn_gemm_fusion_level=2 and --xla_gpu_enable_triton_gemm=false. `--profile`
 prints the kernels that took longest. The last line is JSON.
 """
