@@ -7,7 +7,8 @@
         --on-cpu 1 --context 64 --tokens 32 --steps 2    # a try without a GPU
 
 What is not on the GPU is streamed from pinned host memory inside the program. With `--on-cpu` those layers, in float32,
-and their cache are the CPU's work, one dispatch for them and one for the GPU's layers.
+and their cache are the CPU's work, one dispatch for them and one for the GPU's layers. With `--write-slots` a decoding
+step writes only the new token's keys and values into a cache in host memory and does not bring back whole buffers.
 
 Weights are made in host memory, and each kind of weights gets a process of its own, in which lines go from few layers
 on the GPU to many: so the device's peak, which only grows, is each line's own. The last line is JSON.
@@ -24,6 +25,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import benchmark
 import jax
@@ -31,13 +33,24 @@ import jax.numpy as jnp
 import numpy as np
 from random_model import QUANTIZATIONS, random_packed, type_of
 
-from llama_jax import PRESETS, Params, Placement, by_path, init_cache, memory_report, parameter_specs, place_cache
+from llama_jax import (
+    PRESETS,
+    Params,
+    Placement,
+    by_path,
+    init_cache,
+    memory_report,
+    model,
+    parameter_specs,
+    place_cache,
+)
 from llama_jax.cache import KVCache, advance
 from llama_jax.config import LlamaConfig
 from llama_jax.generate import prefill
 from llama_jax.kernels.backend import XLA
 from llama_jax.linear import embed
 from llama_jax.model import ParameterSpec, blocks, join_projections, rms_norm, unembed
+from llama_jax.offload import HOST, on_host
 from llama_jax.placement import Plan, default_dtype, resolve
 from llama_jax.placement.sharding import weight_shardings
 from llama_jax.quantization.packed import QuantizedTensor, dequantize_packed
@@ -63,6 +76,25 @@ def host_params(config: LlamaConfig, weights: str) -> Params:
     structure = jax.tree.structure(specs, is_leaf=lambda leaf: isinstance(leaf, ParameterSpec))
     with jax.default_device(jax.devices("cpu")[0]):
         return jax.tree.unflatten(structure, [make(path, spec) for path, spec in by_path(specs).items()])
+
+
+def write_slots(cache: KVCache | None, layer: int, home: KVCache | None) -> KVCache | None:
+    """Stands in for `cache.return_layer` where one row takes one token: the token's slot alone goes back."""
+    if cache is None or home is None:
+        return cache
+
+    def written(new: Any, old: Any) -> Any:
+        if not on_host(old):
+            return new
+        place = (0, 0, cache.lengths[0], *(0,) * (new.ndim - 3))
+        slot = jax.lax.dynamic_slice(new, place, (1, new.shape[1], 1, *new.shape[3:]))
+        return jax.lax.dynamic_update_slice(old, jax.device_put(slot, HOST), place)
+
+    k, v = (
+        (*buffers[:layer], jax.tree.map(written, buffers[layer], before[layer]), *buffers[layer + 1 :])
+        for buffers, before in ((cache.k, home.k), (cache.v, home.v))
+    )
+    return replace(cache, k=k, v=v)
 
 
 def plan_of(units: str, config: LlamaConfig) -> Plan:
@@ -193,7 +225,8 @@ def bench(params: Params, config: LlamaConfig, plan: Plan, on_the_cpu: bool, opt
         decode_step, prefill_step, temporary, report = step, step, None, None
     else:
         cache = place_cache(config, 1, options.context, params.embedding.dtype, None, plan)
-        decode_step, small = streaming(params, config, 1, cache)
+        with mock.patch.object(model, "return_layer", write_slots if options.write_slots else model.return_layer):
+            decode_step, small = streaming(params, config, 1, cache)
         prefill_step, large = streaming(params, config, chunk, cache)
         temporary = max(small, large)
         report = memory_report(params, cache, temporary)
@@ -203,7 +236,7 @@ def bench(params: Params, config: LlamaConfig, plan: Plan, on_the_cpu: bool, opt
     stats = jax.devices()[0].memory_stats() or {}
     return dict(
         units="/".join(map(str, plan.units)),
-        method="cpu" if on_the_cpu else "stream",
+        method="cpu" if on_the_cpu else "stream, slots written" if options.write_slots else "stream",
         context=options.context,
         decode_tokens_per_second=1 / decode,
         prompt_tokens_per_second=options.tokens / prompt,
@@ -222,6 +255,7 @@ def main() -> None:
     parser.add_argument("--weights", nargs="+", choices=("dense", *QUANTIZATIONS), default=["dense", "Q4_0"])
     parser.add_argument("--gpu-layers", nargs="+", default=["0", "16", "32", LOW_VRAM, "33", "34", "35"])
     parser.add_argument("--on-cpu", nargs="*", default=["16"], help="gpu layers with the others computed by the CPU")
+    parser.add_argument("--write-slots", action="store_true", help="an experiment, see above")
     parser.add_argument("--layers", type=int, help="of the model; default: the shape's")
     parser.add_argument("--limit", type=float, default=240, help="seconds a kind of weights after which no line begins")
     parser.add_argument("--context", type=int, default=2048)
