@@ -110,9 +110,9 @@ def test_json_tells_all_of_each_text(run):
     assert set(place) == {"id", "token", "logprob", "top_logprobs"}
     assert place["logprob"] <= place["top_logprobs"][0]["logprob"] < 0
     assert len(place["top_logprobs"]) == 2
-    (alone,) = map(json.loads, run("--json", "--ignore-eos")[1].splitlines())
-    assert (alone["text"], alone["stop"]) == (first["text"], None)
-    assert "logprobs" not in alone
+    (nothing,) = map(json.loads, run("--json", "-n", "0")[1].splitlines())
+    assert (nothing["text"], nothing["tokens"], nothing["stop"]) == ("", [], None)
+    assert "logprobs" not in nothing
 
 
 def test_a_constraint_holds(run):
