@@ -142,11 +142,12 @@ def finetune(arguments: argparse.Namespace) -> None:
     from llama_jax.llama import load
     from llama_jax.lora import init_lora
     from training.data import Rows, join_documents, split_stream
-    from training.loop import RunOptions, Trainer
+    from training.loop import RunOptions, Trainer, check_extras
     from training.train_text_from_scratch import SIGNALLED, optimizer_options, step_options
 
     if arguments.mesh or arguments.coordinator or arguments.optimizer == "lbfgs" or arguments.compat:
         raise ArgumentError("--mesh, --coordinator, --use-lbfgs and --compat are not for adapters; leave them out.")
+    check_extras()
     targets = [name.strip() for name in arguments.targets.split(",")]
     dtype = {"f32": "float32", "bf16": "bfloat16", None: None}[arguments.dtype]
     model = load(arguments.model, dtype=dtype, packed=arguments.packed)

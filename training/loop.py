@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib.util
 import json
 import logging
 import math
@@ -23,6 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from llama_jax import checks
 from llama_jax.config import LlamaConfig
+from llama_jax.errors import ArgumentError
 from llama_jax.roofline import peak_operations
 from training.checkpoint import Checkpoints, abstract
 from training.data import Rows, all_batches, training_batches
@@ -97,6 +99,20 @@ def _programs(
         return batch_sums(assembly(exact)(params, fixed, key), batch, config, exact)[1]
 
     return rule, jax.jit(train_step, donate_argnums=0), jax.jit(sums)
+
+
+def check_extras() -> None:
+    """Raises ArgumentError where what training needs beside the package is not installed."""
+    missing = [name for name in ("grain", "orbax.checkpoint") if not _importable(name)]
+    if missing:
+        raise ArgumentError(f"Training needs {' and '.join(missing)}: pip install 'llama-jax[train]'.")
+
+
+def _importable(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # of the parent
+        return False
 
 
 class Trainer:
@@ -359,8 +375,6 @@ class _Reports(contextlib.AbstractContextManager):
             try:
                 from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports]
             except ImportError:
-                from llama_jax.errors import ArgumentError
-
                 raise ArgumentError("--tensorboard needs tensorboardX: pip install -e '.[tensorboard]'.") from None
             self._board = SummaryWriter(str(trainer.folder / "tensorboard"))
         self._per_token = operations_per_token(trainer.config, trainer.rows.T, adapter=trainer.fixed is not None)

@@ -164,7 +164,7 @@ def step_options(arguments: argparse.Namespace, config: Any, mesh: Any) -> Any:
     old = arguments.compat is not None
     return StepOptions(
         dtype=dtype,
-        attention=best_attention(dtype, config.head_dim) if arguments.flash else "xla",
+        attention=best_attention(dtype, config.head_dim, mesh) if arguments.flash else "xla",
         remat=arguments.remat,
         fused=mesh is None and on_gpu,
         accumulate=arguments.accumulate,
@@ -176,13 +176,18 @@ def step_options(arguments: argparse.Namespace, config: Any, mesh: Any) -> Any:
     )
 
 
-def best_attention(dtype: str, head_dim: int) -> Any:
-    """cuDNN's on a GPU from Ampere on for 16-bit numbers and heads that it takes, plain operations elsewhere."""
-    import jax
+def best_attention(dtype: str, head_dim: int, mesh: Any = None) -> Any:
+    """Plain operations where no kernels run; else cuDNN's for 16-bit numbers and heads that it takes, else Triton's.
 
-    device = jax.devices()[0]
-    capability = float(getattr(device, "compute_capability", None) or 0) if device.platform == "gpu" else 0.0
-    return "cudnn" if capability >= 8.0 and dtype == "bfloat16" and head_dim % 8 == 0 and head_dim <= 128 else "xla"
+    Triton's see one device only, so that a mesh has cuDNN's or plain operations.
+    """
+    from llama_jax.kernels.backend import default_kernels
+
+    if default_kernels().attention == "xla":
+        return "xla"
+    if dtype == "bfloat16" and head_dim % 8 == 0 and head_dim <= 128:
+        return "cudnn"
+    return "triton" if mesh is None else "xla"
 
 
 def save_model(path: Path, params: Any, config: Any, source: Any, types: str) -> None:
@@ -221,9 +226,10 @@ def train(arguments: argparse.Namespace) -> None:
     from llama_jax.placement import check_devices, device_mesh
     from training.checkpoint_2023 import is_checkpoint_2023, read_checkpoint_2023
     from training.data import Rows, encode_documents, newline_ids, read_documents, split_stream
-    from training.loop import RunOptions, Trainer
+    from training.loop import RunOptions, Trainer, check_extras
     from training.sharding import parse_mesh
 
+    check_extras()
     join_hosts(arguments)
     check_devices()
     run, origin = arguments.checkpoint_out, arguments.checkpoint_in
@@ -244,6 +250,8 @@ def train(arguments: argparse.Namespace) -> None:
     params, config = None, None
     if resumed is not None:
         config = read_config(resumed)
+        if arguments.model_in is None and config != new_config(arguments, config.vocab_size):
+            logger.warning("the model is that of %s, whatever the options say of its shape", resumed)
     elif old is not None:
         config, params, counters = read_checkpoint_2023(old, arguments.ctx)
         logger.info(
