@@ -206,6 +206,7 @@ def main() -> None:
 
     on_gpu = jax.default_backend() == "gpu"
     dtype = "bfloat16" if on_gpu else "float32"
+    attention = best_attention(dtype, config.head_dim, args.context)
     run = args.run or Path(tempfile.mkdtemp(prefix="demo-", dir=args.cache if args.cache.is_dir() else None))
     trainer = Trainer(
         run, config, Rows(data, args.context, args.seed, begin_id=BOS),
@@ -214,7 +215,7 @@ def main() -> None:
             weight_decay=args.weight_decay, decay_embedding=True, beta2=0.99,
         ),
         StepOptions(
-            dtype=dtype, attention=best_attention(dtype, config.head_dim), accumulate=math.gcd(args.batch, args.groups),
+            dtype=dtype, attention=attention, accumulate=math.gcd(args.batch, args.groups),
             dropout=args.dropout, average=EMA_DECAY,
         ),
         RunOptions(

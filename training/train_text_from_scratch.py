@@ -164,7 +164,7 @@ def step_options(arguments: argparse.Namespace, config: Any, mesh: Any) -> Any:
     old = arguments.compat is not None
     return StepOptions(
         dtype=dtype,
-        attention=best_attention(dtype, config.head_dim, mesh) if arguments.flash else "xla",
+        attention=best_attention(dtype, config.head_dim, arguments.ctx, mesh) if arguments.flash else "xla",
         remat=arguments.remat,
         fused=mesh is None and on_gpu,
         accumulate=arguments.accumulate,
@@ -176,8 +176,8 @@ def step_options(arguments: argparse.Namespace, config: Any, mesh: Any) -> Any:
     )
 
 
-def best_attention(dtype: str, head_dim: int, mesh: Any = None) -> Any:
-    """Plain operations where no kernels run; else cuDNN's for 16-bit numbers and heads that it takes, else Triton's.
+def best_attention(dtype: str, head_dim: int, T: int, mesh: Any = None) -> Any:
+    """Plain operations where no kernels run; else cuDNN's for 16-bit numbers and shapes that it takes, else Triton's.
 
     Triton's see one device only, so that a mesh has cuDNN's or plain operations.
     """
@@ -185,7 +185,7 @@ def best_attention(dtype: str, head_dim: int, mesh: Any = None) -> Any:
 
     if default_kernels().attention == "xla":
         return "xla"
-    if dtype == "bfloat16" and head_dim % 8 == 0 and head_dim <= 128:
+    if dtype == "bfloat16" and head_dim % 8 == 0 and head_dim <= 128 and T % 2 == 0:
         return "cudnn"
     return "triton" if mesh is None else "xla"
 
