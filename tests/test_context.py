@@ -9,7 +9,7 @@ import llama_jax
 from llama_jax import ArgumentError, Llama, RopeScaling, Session, forward, init_cache, prefill, sampling_params
 from llama_jax.cache import forget
 from llama_jax.rope import apply_rope, rope_rotations, rotate_back
-from tests.tiny import tiny_config, tiny_params
+from tests.tiny import tiny_config, tiny_llama, tiny_params
 
 ROPES = {
     "plain": {},
@@ -150,7 +150,8 @@ def loaded() -> Llama:
     return llama_jax.load(dtype="float32", n_ctx=64)
 
 
-def test_a_full_context_ends_the_text_unless_it_may_shift(loaded):
+def test_a_full_context_ends_the_text_unless_it_may_shift():
+    loaded = tiny_llama(64)
     text = loaded.generate("ROMEO.\n", max_tokens=None, temperature=0.0)
     assert loaded.timings.context_full
     assert loaded.timings.shifts == 0
@@ -169,6 +170,7 @@ def test_the_beginning_of_the_text_is_always_kept(loaded):
         loaded.stream("x", context_shift=True, keep=-2)
 
 
+@pytest.mark.slow
 def test_a_shifted_context_stays_near_a_fresh_one(loaded):
     """Six layers remember a little of what was forgotten; the next token's distribution hardly does."""
     ids = loaded.tokenizer.encode(loaded.generate("ROMEO.\n", max_tokens=62, temperature=0.8, seed=3))[:62]

@@ -18,7 +18,7 @@ from llama_jax.cli.main import main
 from llama_jax.llama import shipped_model
 from llama_jax.sampling import start_state
 from llama_jax.speculative import ModelDraft, NgramDraft, look_up
-from tests.tiny import tiny_config, tiny_params
+from tests.tiny import tiny_config, tiny_llama, tiny_params
 
 CONFIG = tiny_config(n_layers=1)
 PARAMS = tiny_params(CONFIG)
@@ -52,16 +52,16 @@ def speculation(draft: str, **options) -> dict:
     return dict(speculation=Speculation(**(dict(n_max=4) | options)), draft=DRAFTS[draft])
 
 
-GREEDY = dict(temperature=0.0)
+GREEDY = dict(temperature=0.0, logprobs=2)
 
 
 @pytest.mark.parametrize(
     ("draft", "options"),
     [
         ("near", GREEDY),
+        ("near", WILD),
         ("ngram", GREEDY),
-        ("far", WILD),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("far", GREEDY), ("near", WILD), ("ngram", WILD))),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("far", GREEDY), ("far", WILD), ("ngram", WILD))),
     ],
 )
 def test_the_text_is_that_of_plain_decoding(draft, options):
@@ -76,10 +76,14 @@ def test_the_text_is_that_of_plain_decoding(draft, options):
     for got, held in zip(session.cache.k, plain.cache.k, strict=True):
         for row, tokens in enumerate(plain.tokens):
             np.testing.assert_allclose(got[row, :, : len(tokens)], held[row, :, : len(tokens)], atol=1e-5)
+    for got, expected in zip(session.logprobs, plain.logprobs, strict=True):
+        assert [p.token for p in got] == [p.token for p in expected]
+        np.testing.assert_allclose([p.logprob for p in got], [p.logprob for p in expected], atol=1e-4)
+    assert ("logprobs" in options) == bool(session.logprobs[0])
 
 
 def test_a_model_that_drafts_for_itself_is_always_right():
-    for chain in (dict(temperature=0.0), WILD):
+    for chain in (GREEDY, WILD):
         _, session = run(sampling_params(3, **chain), max_tokens=26, **speculation("itself"))
         assert session.timings.accepted_tokens == session.timings.drafted_tokens == 3 * 20  # 25 = 5 rounds of 4 + 1
 
@@ -87,13 +91,13 @@ def test_a_model_that_drafts_for_itself_is_always_right():
 @pytest.mark.parametrize("draft", ["near", pytest.param("ngram", marks=pytest.mark.slow)])
 def test_rows_end_where_they_would(draft):
     """At an end token, after few tokens, with a full cache, and with a cache that shifts."""
-    greedy = sampling_params(3, temperature=0.0)
+    greedy = sampling_params(3, **GREEDY)
     free, _ = run(greedy)
     cases = [
         dict(eos_ids=[free[0][6], free[2][3]]),
         dict(max_tokens=2),
-        dict(max_tokens=100, capacity=19),
-        dict(max_tokens=40, capacity=19, keep=[0, 1, 2]),
+        dict(max_tokens=100),
+        dict(max_tokens=90, keep=[0, 1, 2]),
     ]
     for case in cases:
         expected, plain = run(greedy, **case)
@@ -106,7 +110,7 @@ def test_rows_end_where_they_would(draft):
 
 def test_what_goes_on_is_the_same_text():
     """A prompt that goes on, and a generation that is resumed."""
-    greedy = sampling_params(3, temperature=0.0)
+    greedy = sampling_params(3, **GREEDY)
     expected, _ = run(greedy, max_tokens=20)
     session = make(**speculation("near"))
     heads = [[], [], []]
@@ -124,15 +128,6 @@ def test_what_goes_on_is_the_same_text():
     assert session.timings.prompt_tokens == 3
 
 
-def test_log_probabilities_come_with_the_tokens():
-    sampling = sampling_params(3, temperature=0.0, logprobs=2)
-    _, plain = run(sampling, max_tokens=9)
-    _, session = run(sampling, max_tokens=9, **speculation("near"))
-    for got, expected in zip(session.logprobs, plain.logprobs, strict=True):
-        assert [p.token for p in got] == [p.token for p in expected]
-        np.testing.assert_allclose([p.logprob for p in got], [p.logprob for p in expected], atol=1e-4)
-
-
 @given(text=st.lists(st.integers(0, 2), min_size=1, max_size=20), ngram=st.integers(1, 4), n_max=st.integers(1, 5))
 @settings(deadline=None, max_examples=60)
 def test_looking_up(text, ngram, n_max):
@@ -144,15 +139,12 @@ def test_looking_up(text, ngram, n_max):
 
 
 def test_a_draft_that_is_not_sure_is_short():
-    options = sampling_params(3, temperature=0.0)
+    options = sampling_params(3, **GREEDY)
     _, all_of_them = run(options, **speculation("near"))
-    _, sure = run(options, **speculation("near", p_min=0.2))
+    _, sure = run(options, **speculation("near", p_min=0.2, n_min=2))
     assert 0 < sure.timings.drafted_tokens < all_of_them.timings.drafted_tokens
     share = [s.timings.accepted_tokens / s.timings.drafted_tokens for s in (sure, all_of_them)]
     assert share[0] > share[1]
-    _, long_only = run(options, **speculation("near", p_min=0.2, n_min=4))
-    assert long_only.timings.drafted_tokens % 4 == 0
-    assert long_only.timings.drafted_tokens < sure.timings.drafted_tokens
 
 
 @pytest.mark.parametrize(
@@ -220,7 +212,7 @@ def test_sampled_tokens_have_the_distribution_of_the_model(draft):
     assert chi_squared(joint(other)) > 500
 
 
-@pytest.mark.parametrize("kind", ["ngram", "model"])
+@pytest.mark.parametrize("kind", ["model", pytest.param("ngram", marks=pytest.mark.slow)])
 def test_the_compiled_rounds_update_the_caches_in_place(kind):
     sampling, eos = sampling_params(temperature=0.0), jnp.zeros(1, jnp.int32)
     cache = init_cache(CONFIG, 1, 33, jnp.float32)
@@ -240,14 +232,15 @@ def test_the_compiled_rounds_update_the_caches_in_place(kind):
     assert not [line for line in text.splitlines() if f"= {shape}" in line and " copy(" in line]
 
 
-# The shipped model
+# From text to text
 
 
 @pytest.fixture(scope="module")
 def model() -> Llama:
-    return llama_jax.load(dtype="float32", n_ctx=96)
+    return tiny_llama(96)
 
 
+@pytest.mark.slow
 def test_a_draft_model_and_n_grams_change_no_text(model):
     options = dict(max_tokens=40, temperature=0.6, seed=4)
     expected = model.generate("ROMEO.\n", **options)
@@ -272,8 +265,9 @@ def test_a_draft_model_needs_the_same_vocabulary(model):
             model.speculate(*arguments)
 
 
-def test_the_command_line_reports_what_was_accepted(monkeypatch, capsys):
+def test_the_command_line_reports_what_was_accepted(model, monkeypatch, capsys):
     monkeypatch.setattr(options, "cache_compiled_programs", lambda: None)
+    monkeypatch.setattr(llama_jax.llama, "load", lambda *_, **__: copy.copy(model))
     command = ["generate", "-c", "96", "-p", "ROMEO.\\n", "-n", "21", "--temp", "0"]
     assert main(command) == 0
     expected = capsys.readouterr().out
