@@ -135,10 +135,9 @@ class Trainer:
         assembly: Callable[[StepOptions], Assemble] = all_trained,
         mesh: Mesh | None = None,
         sample: Callable[[Any], str] | None = None,
-        notes: dict[str, Any] | None = None,
     ) -> None:
         self.folder, self.config, self.rows, self.options = folder, config, rows, run
-        self.mesh, self.fixed, self._sample, self._notes = mesh, fixed, sample, notes or {}
+        self.mesh, self.fixed, self._sample = mesh, fixed, sample
         self._optimizer_options = optimizer
         self._full = optimizer.name == "lbfgs"  # all the data in every step
         self._batches: Any = None
@@ -151,7 +150,6 @@ class Trainer:
         self._key = jax.jit(lambda: jax.random.key(run.seed), out_shardings=whole)()
         self._checkpoints = Checkpoints(folder, run.keep)
         self._best = Checkpoints(folder / "best", 1) if run.patience else None
-        self._board: Any = None
         self.state: TrainState | None = None
         self.done = 0  # batches
         self.seen = 0  # rows
@@ -219,7 +217,6 @@ class Trainer:
             tokens=self.tokens,
             best_loss=None if math.isinf(self.best_loss) else self.best_loss,
             bad=self._bad,
-            **self._notes,
         )
 
     def save(self) -> None:

@@ -341,6 +341,11 @@ def _begin(
     from llama_jax.model import init_params
     from training.checkpoint import Checkpoints
 
+    if resumed != run and trainer.has_checkpoint():
+        raise ArgumentError(
+            f"{str(run)!r} already holds a run; leave --checkpoint-in out to go on with it, or name another "
+            "--checkpoint-out."
+        )
     if jax.process_index() == 0:
         write_json(run / CONFIG, dataclasses.asdict(config))
     if resumed is not None:

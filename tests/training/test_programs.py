@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import shutil
 import struct
 
 import jax
@@ -59,6 +60,10 @@ def test_train_writes_a_model_that_goes_on_and_is_drawn(tmp_path, text, capsys):
     )
     assert [line["step"] for line in read_metrics(run / METRICS) if "loss" in line] == [1, 2, 3, 4, 5, 6]
     assert sum("validation_loss" in line for line in read_metrics(run / METRICS)) == 3
+    other = arguments(text, run, "--checkpoint-in", str(tmp_path / "other"), "-n", "9")
+    shutil.copytree(run, tmp_path / "other")
+    assert cli(["train", *other]) == 1
+    assert "already holds a run; leave --checkpoint-in out to go on with it" in capsys.readouterr().err
     again = llama_jax.load(run / "hf", dtype="float32")
     assert again.tokenizer.encode(TEXT) == model.tokenizer.encode(TEXT)
     assert not np.array_equal(again.params.embedding, model.params.embedding)
