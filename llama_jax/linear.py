@@ -70,6 +70,25 @@ def join(*weights: Any) -> list[Any]:
     return result
 
 
+def separate(*weights: Any) -> list[Any]:
+    """What `join` was given: the single weights, which are copies of the joined rows."""
+    result: list[Any] = []
+    for weight in weights:
+        if isinstance(weight, Joined):
+            borders = [0, *itertools.accumulate(weight.outs)]
+            result += [rows_of(weight.rows, *border) for border in itertools.pairwise(borders)]
+        elif weight is not None:
+            result.append(weight)
+    return result
+
+
+def rows_of(weight: Any, start: int, stop: int | None) -> Any:
+    """Rows of a weight [out, in] of any kind as a weight of the same kind."""
+    if isinstance(weight, LoraWeight):
+        return weight.replace(base=rows_of(weight.base, start, stop), b=weight.b[start:stop])  # type: ignore[attr-defined]
+    return jax.tree.map(lambda part: part[start:stop], weight)
+
+
 def _kind(weight: Any) -> Any:
     """Equal for weights that `join` may lay behind each other: those on a device."""
     if any(isinstance(leaf, Array) and on_host(leaf) for leaf in jax.tree.leaves(weight)):

@@ -165,6 +165,11 @@ def merge_lora(params: Params) -> Params:
     return map_weights(merge, params)
 
 
+def dense_weight(weight: Any) -> Array:
+    """A weight of any kind as an array of its dtype, with its adapters added."""
+    return through_device(_merged, weight) if isinstance(weight, LoraWeight | QuantizedTensor) else weight
+
+
 def map_weights(change: Callable[[str, Any], Any], params: Params) -> Params:
     """`change(path, weight)` of every weight: an array, a `QuantizedTensor`, a `LoraWeight` or a `Joined`.
 
@@ -203,7 +208,7 @@ def _check_factors(path: str, factors: LoraFactors) -> None:
 
 
 @jax.jit
-def _merged(weight: LoraWeight) -> Array:
+def _merged(weight: LoraWeight | QuantizedTensor) -> Array:
     def values(weight: Any) -> Array:
         if isinstance(weight, QuantizedTensor):
             return dequantize_packed(weight, jnp.float32)

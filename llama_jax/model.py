@@ -23,13 +23,17 @@ from llama_jax.cache import KVCache, advance, append_and_attend, fetch_layer, re
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ArgumentError
 from llama_jax.kernels.attention import SelfAttention, self_attention
-from llama_jax.linear import embed, join, linear, linears
+from llama_jax.linear import embed, join, linear, linears, rows_of, separate
 from llama_jax.offload import to_device
 from llama_jax.rope import apply_rope, rope_rotations
 
 Remat = Literal["none", "products", "block"]
 """What a gradient computes again instead of keeping it: nothing; all but the products' and attention's results; all but
 the input of each block."""
+
+
+JOINABLE = (("wq", "wk", "wv"), ("w_gate", "w_up"))
+"""Weights of a layer that multiply the same input, see `join_projections`."""
 
 
 @struct.dataclass
@@ -134,10 +138,22 @@ def join_projections(params: Params) -> Params:
     """
     layers = []
     for layer in params.layers:
-        wq, wk, wv = join(layer.wq, layer.wk, layer.wv)
-        w_gate, w_up = join(layer.w_gate, layer.w_up)
-        layers.append(replace(layer, wq=wq, wk=wk, wv=wv, w_gate=w_gate, w_up=w_up))
+        for names in JOINABLE:
+            joined = join(*(getattr(layer, name) for name in names))
+            layer = replace(layer, **dict(zip(names, joined, strict=True)))
+        layers.append(layer)
     return replace(params, layers=tuple(layers))
+
+
+def weight_at(params: Params, path: str) -> Any:
+    """The weight at a path of `by_path`, of whatever kind; one that is joined with others comes as a copy."""
+    layer, _, name = path.rpartition(".")
+    if not layer:
+        weight = getattr(params, name)
+        return rows_of(weight, 0, params.vocab_size) if name in ("embedding", "output_head") else weight
+    names = next((names for names in JOINABLE if name in names), (name,))
+    weights = (getattr(params.layers[int(layer.split(".")[1])], each) for each in names)
+    return separate(*weights)[names.index(name)]
 
 
 def rms_norm(x: Array, weight: Array, epsilon: float) -> Array:
@@ -180,7 +196,7 @@ def _block(
     kernels: SelfAttention,
     remat: Remat,
 ) -> tuple[Array, KVCache | None]:
-    project, finish = (functools.partial(part, config=config) for part in (_project, _finish))
+    project, finish = functools.partial(_project, config=config), functools.partial(_finish, config=config)
     if remat == "products":  # attention stays outside: its kernels keep what their backward pass needs
         project = jax.checkpoint(project)
         finish = jax.checkpoint(finish, policy=jax.checkpoint_policies.save_only_these_names("middle", "gate", "up"))

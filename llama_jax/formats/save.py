@@ -19,7 +19,8 @@ from llama_jax.formats.config_hf import hf_config
 from llama_jax.formats.files import replacing
 from llama_jax.formats.load import interleave_rows
 from llama_jax.formats.safetensors import SINGLE_FILE
-from llama_jax.model import Params
+from llama_jax.lora import dense_weight
+from llama_jax.model import Params, weight_at
 from llama_jax.quantization import BFLOAT16, BLOCK_TYPES, row_bytes
 
 _FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "BF16": 32}
@@ -45,7 +46,7 @@ def save_gguf(
 
     Args:
       path: of the file; replaced only when the new one is complete.
-      params: all weights, as arrays.
+      params: all weights, of any kind: packed ones are unpacked, adapters added.
       config: the model's constants.
       metadata: further keys, such as the tokenizer's: str, bool, int (u32, or i32, i64, u64 where it must be), float
         (f32), or a list of one of them (ints i32, floats f32), or a numpy array with its own type. Empty lists are
@@ -105,7 +106,7 @@ def save_hf(
 
     Args:
       folder: made if absent; each file is replaced only when the new one is complete.
-      params: all weights, as arrays.
+      params: all weights, of any kind: packed ones are unpacked, adapters added.
       config: the model's constants.
       dtype: of all tensors: float32, bfloat16 or float16; None keeps each tensor's own.
       tokenizer_files: copied into the folder under their names.
@@ -119,7 +120,7 @@ def save_hf(
     shapes = _checked_shapes(params, config)
     types = {}
     for parameter in shapes:
-        own = np.dtype(dtype if dtype is not None else _leaf(params, parameter).dtype)
+        own = np.dtype(dtype if dtype is not None else weight_at(params, parameter).dtype)
         types[parameter] = next((name for name in _HF_DTYPES if BLOCK_TYPES[name].dtype == own), None)
         if types[parameter] is None:
             raise ArgumentError(f"{parameter} has dtype {own}; float32, bfloat16 and float16 can be written.")
@@ -145,14 +146,8 @@ def save_hf(
         temporary.write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
 
 
-def _leaf(params: Params, path: str) -> Any:
-    layer, _, field = path.rpartition(".")
-    leaf = getattr(params.layers[int(layer.split(".")[1])] if layer else params, field)
-    return leaf[: params.vocab_size] if path in ("embedding", "output_head") else leaf
-
-
 def _get(params: Params, path: str) -> np.ndarray:
-    return np.asarray(_leaf(params, path))
+    return np.asarray(dense_weight(weight_at(params, path)))
 
 
 def _checked_shapes(params: Params, config: LlamaConfig) -> dict[str, tuple[int, ...]]:
@@ -163,8 +158,9 @@ def _checked_shapes(params: Params, config: LlamaConfig) -> dict[str, tuple[int,
         )
     shapes = names.parameter_shapes(config)
     for path, shape in shapes.items():
-        if tuple(_leaf(params, path).shape) != shape:
-            raise ArgumentError(f"{path} has shape {tuple(_leaf(params, path).shape)}; the config says {shape}.")
+        own = tuple(weight_at(params, path).shape)
+        if own != shape:
+            raise ArgumentError(f"{path} has shape {own}; the config says {shape}.")
     return shapes
 
 

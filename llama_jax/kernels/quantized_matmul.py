@@ -83,7 +83,7 @@ def quantized_matmul(
     backend = backend or default_kernels().packed_products
     flat = x.reshape(-1, x.shape[-1])
     out = weight.shape[0]
-    product = functools.partial(_product, dtype=dtype or x.dtype, blocks=blocks, interpret=interpret)
+    product = functools.partial(_by_rows, dtype=jnp.dtype(dtype or x.dtype), blocks=blocks, interpret=interpret)
     if backend == "xla":
         result = reference(flat, weight, dtype)
     elif weight.sharding is None:
@@ -93,6 +93,10 @@ def quantized_matmul(
     return result.reshape(*x.shape[:-1], out)
 
 
+def _by_rows(x: Array, weight: QuantizedTensor, dtype: DTypeLike, blocks: Blocks | None, interpret: bool) -> Array:
+    return _product(x, weight, dtype, blocks, interpret)  # custom derivatives take no keywords
+
+
 def reference(x: Array, weight: QuantizedTensor, dtype: DTypeLike | None = None) -> Array:
     """`x` [B, in] times the unpacked weight, rounded to x's dtype: [B, out]. Summed in float32, for any device."""
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
@@ -100,8 +104,9 @@ def reference(x: Array, weight: QuantizedTensor, dtype: DTypeLike | None = None)
     return jnp.einsum("bi,oi->bo", x, values, precision=precision, preferred_element_type=dtype or x.dtype)
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4))
 def _product(x: Array, weight: QuantizedTensor, dtype: DTypeLike, blocks: Blocks | None, interpret: bool) -> Array:
-    """[B, in] to [B, out] on one device, by the number of rows."""
+    """[B, in] to [B, out] on one device, by the number of rows. Differentiable in x."""
     n = x.shape[0]
     tiles = x.dtype == jnp.bfloat16
     if 0 < n <= (VECTOR_ROWS if tiles else VECTOR_ROWS_OTHER):
@@ -109,6 +114,13 @@ def _product(x: Array, weight: QuantizedTensor, dtype: DTypeLike, blocks: Blocks
     if tiles and 0 < n <= TILE_ROWS:
         return tile_product(x, weight, blocks, interpret).astype(dtype)
     return reference(x, weight, dtype)
+
+
+@_product.defjvp
+def _product_jvp(dtype: DTypeLike, blocks: Blocks | None, interpret: bool, primals: Any, tangents: Any) -> Any:
+    """A kernel has no derivative of its own; the product is linear in x, and of the weights none is wanted."""
+    x, weight = primals
+    return _product(x, weight, dtype, blocks, interpret), reference(tangents[0], weight, dtype)
 
 
 def _sharded(product: Any, x: Array, weight: QuantizedTensor) -> Array:

@@ -24,6 +24,8 @@ from llama_jax.formats.config_gguf import gguf_metadata, llama3_divisors
 from llama_jax.formats.gguf import GGUFFile
 from llama_jax.formats.load import check_tensors, half_split_rows, interleave_rows, load_params, open_model
 from llama_jax.formats.save import save_gguf, save_hf
+from llama_jax.lora import init_lora, with_lora
+from llama_jax.model import join_projections
 
 from .conftest import random_params, tiny_config
 
@@ -418,3 +420,15 @@ def test_damaged_bytes_never_cause_anything_but_our_errors(tmp_path, kind):
             errors.append(str(error))
     assert len(errors) > 100
     assert not [error for error in errors if "\n" in error]
+
+
+def test_weights_of_any_kind_are_written(tmp_path):
+    config = tiny_config()
+    params = random_params(config)
+    plain, mixed = tmp_path / "plain.gguf", tmp_path / "mixed.gguf"
+    save_gguf(plain, params, config, types="Q8_0")
+    with open_model(plain) as file:
+        packed = load_params(file, np.float32, lambda _, weight: jax.tree.map(jnp.asarray, weight), packed=True)
+    adapter = init_lora(jax.random.key(1), config, rank=2)
+    save_gguf(mixed, with_lora(join_projections(packed), adapter), config, types="Q8_0")
+    assert mixed.read_bytes() == plain.read_bytes()  # a fresh adapter changes nothing, and packing no value

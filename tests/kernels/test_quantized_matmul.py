@@ -18,7 +18,8 @@ from llama_jax.kernels.quantized_matmul import (
     tile_product,
     vector_product,
 )
-from llama_jax.placement import part_shardings, place_params, tensor_mesh
+from llama_jax.placement import place_params, tensor_mesh
+from llama_jax.placement.sharding import part_shardings
 from llama_jax.quantization import BLOCK_TYPES, PACKED_TYPES, dequantize, pack
 from tests.quantization.blocks import random_rows
 from tests.tiny import tiny_config
@@ -91,6 +92,15 @@ def test_any_number_of_rows(rows, dtype):
 def test_any_shape_and_blocks(name, out, n_blocks, rows, blocks, seed):
     x, weight, expected, size = case(name, out, n_blocks * BLOCK_TYPES[name].block_size, rows, seed=seed)
     assert_close(vector_product(x, weight, blocks, interpret=True), expected, size, FLOAT32)
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_the_gradient_is_that_of_the_unpacked_product(rows):
+    x, weight, *_ = case("Q4_0", 12, 64, rows)
+    kernel = functools.partial(quantized_matmul, backend="triton", interpret=True)
+    got = jax.jit(jax.grad(lambda x: jnp.sum(jnp.sin(kernel(x, weight)))))(x)
+    expected = jax.jit(jax.grad(lambda x: jnp.sum(jnp.sin(reference(x, weight)))))(x)
+    np.testing.assert_allclose(got, expected, atol=1e-4 * float(jnp.abs(expected).max()))
 
 
 def test_masked_integers_are_subnormal_numbers():
