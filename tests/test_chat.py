@@ -4,6 +4,7 @@ import builtins
 import re
 import signal
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -205,6 +206,7 @@ def test_in_a_terminal(tmp_path):
         story = screen.text
         screen.type("typed in vain")
         screen.wait_for("typed in vain")
+        time.sleep(0.5)  # until Python waits again: a signal just before that is noticed at the next key only
         screen.type("\x03")  # ... and here the line
         screen.wait_for(green)
         screen.type("/nonsense\n")

@@ -210,8 +210,10 @@ def test_a_prompt_in_a_file_is_not_run_again(fresh, tmp_path):
 
 
 @pytest.mark.parametrize("seed", [5, None])
-def test_a_text_in_a_file_goes_on(fresh, tmp_path, seed):
+def test_a_text_in_a_file_goes_on(fresh, tmp_path, seed, monkeypatch):
     """Without a seed the file's, which was drawn at random, goes on too."""
+    random_seeds = iter(range(1000, 2000))
+    monkeypatch.setattr("llama_jax.sampling.params.random_seed", lambda: next(random_seeds))
     path = tmp_path / "text"
     options = TEXT | dict(seed=seed, repeat_penalty=1.2)
     head = fresh().generate("ROMEO.\n", prompt_cache=PromptCache(path, all=True), **options)
