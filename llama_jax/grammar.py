@@ -48,15 +48,15 @@ def json_schema(schema: Mapping[str, Any] | str | bool) -> Grammar:
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)
-        except ValueError as error:
-            raise ArgumentError(f"The JSON schema is not JSON: {plain(error)}.") from None
+        except (ValueError, RecursionError) as error:
+            raise ArgumentError(f"The JSON schema is not JSON that can be read: {plain(error)}.") from None
     if schema is True:
         schema = {}
     if not isinstance(schema, Mapping):
         raise ArgumentError(f"The JSON schema is of type {type(schema).__name__}; it must be a JSON object.")
     try:
         return Grammar("json_schema", json.dumps(schema))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise ArgumentError(f"The JSON schema is not JSON: {plain(error)}.") from None
 
 
@@ -133,7 +133,10 @@ def _library_grammar(library: Any, grammar: Grammar) -> str:
     if grammar.kind == "regex":
         return matcher.grammar_from_regex(grammar.text)
     if grammar.kind == "json_schema":
-        return matcher.grammar_from_json_schema(grammar.text, overrides={"whitespace_pattern": _JSON_SPACE})
+        try:
+            return matcher.grammar_from_json_schema(grammar.text, overrides={"whitespace_pattern": _JSON_SPACE})
+        except ValueError as error:
+            raise ArgumentError(f"The JSON schema cannot be used: {plain(error, 300)}.") from None
     return matcher.grammar_from_lark(gbnf_to_lark(grammar.text) if grammar.kind == "gbnf" else grammar.text)
 
 

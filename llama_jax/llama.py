@@ -122,7 +122,7 @@ def load(
     """
     from llama_jax.adapters import AppliedAdapters, load_adapters, with_base
     from llama_jax.formats.hub import resolve_path
-    from llama_jax.formats.load import load_params, open_model, weight_bytes
+    from llama_jax.formats.load import check_tensors, load_params, open_model, weight_bytes
     from llama_jax.lora import merge_lora as merged
 
     n_ctx, n_batch = _checked_limits(n_ctx, n_batch)
@@ -137,6 +137,7 @@ def load(
     on_gpu = jax.default_backend() == "gpu"
     packed = on_gpu if packed is None else packed
     with open_model(resolve_path(path) if path is not None else shipped_model()) as file:
+        check_tensors(file)  # before anything grows with what the file only claims to hold
         tokenizer = file.tokenizer()
         config, sizes, plan = file.config, weight_bytes(file, dtype, packed), None
         adapters = load_adapters(lora, config)

@@ -24,8 +24,8 @@ from jax import Array
 
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ArgumentError, FormatError
-from llama_jax.formats.files import MappedFile, replacing
-from llama_jax.formats.safetensors import NUMPY_TYPES, read_header, read_metadata
+from llama_jax.formats.files import MappedFile
+from llama_jax.formats.safetensors import NUMPY_TYPES, read_header, read_metadata, write_tensors
 from llama_jax.generate import DecodeState
 from llama_jax.offload import DEVICE
 
@@ -76,8 +76,6 @@ def fingerprint(params: Any, config: LlamaConfig) -> str:
 
 def write_snapshot(path: Path, snapshot: Snapshot, model: str) -> None:
     """Writes a prompt cache of the model with the fingerprint `model`; a killed process leaves the old file."""
-    from safetensors.numpy import save_file
-
     tokens = np.full((len(snapshot.tokens), max(map(len, snapshot.tokens))), -1, np.int32)
     for row, ids in zip(tokens, snapshot.tokens, strict=True):
         row[: len(ids)] = ids
@@ -85,8 +83,7 @@ def write_snapshot(path: Path, snapshot: Snapshot, model: str) -> None:
     tensors |= {f"kv.{i}": np.ascontiguousarray(buffer) for i, buffer in enumerate(snapshot.kv)}
     tensors |= {_SAMPLER + name: np.ascontiguousarray(value) for name, value in snapshot.sampler.items()}
     metadata = {"format": _FORMAT, "model": model, "checksum": _checksum(tensors)}
-    with replacing(path) as temporary:
-        save_file(tensors, temporary, metadata)
+    write_tensors(path, tensors, metadata)
 
 
 def read_snapshot(path: Path, model: str) -> Snapshot:

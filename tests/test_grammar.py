@@ -258,3 +258,11 @@ def test_masks_are_words_of_the_device_form(tokenizer, compiler):
     words = TokenMasks([compiler.compile(regex("a"))], tokenizer.vocab_size).words()
     assert words.dtype == np.int32
     assert jnp.asarray(words).shape == (1, 64)
+
+
+def test_schemas_nested_without_end_are_one_sentence(compiler):
+    with pytest.raises(ArgumentError, match="The JSON schema"):
+        json_schema("[" * 100_000)
+    deep = '{"type":"object","properties":{"a":' * 100 + "true" + "}}" * 100
+    with pytest.raises(ArgumentError, match="The JSON schema"):
+        compiler.compile(json_schema(deep))

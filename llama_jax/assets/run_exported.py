@@ -29,6 +29,11 @@ def main():
     parser.add_argument("--tokens", type=int, default=20, help="most new tokens")
     arguments = parser.parse_args()
     facts = json.loads((FOLDER / "model.json").read_text())
+    wrong = [i for i in arguments.ids if not 0 <= i < facts["vocab_size"]]
+    if wrong:
+        parser.error(f"token id {wrong[0]} is not one of 0 to {facts['vocab_size'] - 1}")
+    if len(arguments.ids) > facts["context"]:
+        parser.error(f"{len(arguments.ids)} ids do not fit into a context of {facts['context']}")
     weights = {name: jnp.asarray(x) for name, x in load_file(FOLDER / "weights.safetensors").items()}
     cache = {name: jnp.zeros(shape, dtype) for name, (shape, dtype) in facts["cache"].items()}
     prefill, decode = load("prefill"), load("decode")

@@ -1,4 +1,4 @@
-"""Reading Hugging Face model folders: safetensors files by memory map, and their index.
+"""Safetensors files: read by memory map, with the index of a Hugging Face folder; and written.
 
 The format: https://github.com/huggingface/safetensors#format. A header is checked as strictly as the safetensors
 library does: names unique, data in range, without holes or overlaps.
@@ -17,7 +17,7 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from llama_jax.errors import ArgumentError, FormatError, plain, shown
-from llama_jax.formats.files import MappedFile, TensorInfo, check_overlaps, check_regular, describe_kind
+from llama_jax.formats.files import MappedFile, TensorInfo, check_overlaps, check_regular, describe_kind, replacing
 from llama_jax.quantization.types import BLOCK_TYPES
 
 SINGLE_FILE = "model.safetensors"
@@ -236,3 +236,19 @@ def _inside(folder: Path, name: str, index_path: Path) -> Path:
     if target is None or not any(target.is_relative_to(place) for place in allowed):
         raise FormatError(f"{index_path} names the file {shown(name)}; it must lie inside of the folder.")
     return folder / name
+
+
+def write_tensors(path: Path, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> None:
+    """Writes a safetensors file; a killed process leaves the old one.
+
+    Raises:
+      ArgumentError: it cannot be written.
+    """
+    from safetensors import SafetensorError
+    from safetensors.numpy import save_file
+
+    with replacing(path) as temporary:
+        try:
+            save_file(dict(tensors), temporary, dict(metadata))
+        except SafetensorError as error:
+            raise ArgumentError(f"{path} cannot be written: {plain(error)}.") from None

@@ -15,6 +15,7 @@ from llama_jax.formats.config_gguf import ARCHITECTURE
 from llama_jax.formats.files import replacing
 from llama_jax.formats.load import interleave_rows
 from llama_jax.formats.lora import PEFT_CONFIG, PEFT_WEIGHTS
+from llama_jax.formats.safetensors import write_tensors
 from llama_jax.lora import Adapter, LoraFactors
 
 _GGUF_DTYPES = {"F32": np.float32, "F16": np.float16}
@@ -31,8 +32,6 @@ def save_peft(folder: str | Path, adapter: Adapter, *, base_model: str = "") -> 
     Raises:
       ArgumentError: the adapter is empty or changes a norm, which PEFT cannot express.
     """
-    from safetensors.numpy import save_file
-
     tensors = {}
     for path, factors in _checked(adapter).items():
         module = _module(path)
@@ -62,8 +61,7 @@ def save_peft(folder: str | Path, adapter: Adapter, *, base_model: str = "") -> 
     }
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    with replacing(folder / PEFT_WEIGHTS) as temporary:
-        save_file(tensors, temporary, metadata={"format": "pt"})
+    write_tensors(folder / PEFT_WEIGHTS, tensors, {"format": "pt"})
     with replacing(folder / PEFT_CONFIG) as temporary:
         temporary.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 

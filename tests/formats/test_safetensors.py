@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from llama_jax.errors import ArgumentError, FormatError
-from llama_jax.formats.safetensors import SafetensorsFolder
+from llama_jax.formats.safetensors import SafetensorsFolder, write_tensors
 
 
 def document(header: object, data: bytes = b"") -> bytes:
@@ -184,3 +184,9 @@ def test_damaged_indexes(tmp_path, shards, weight_map, message):
 def test_a_folder_without_weights(tmp_path):
     with pytest.raises(FormatError, match=r"holds neither model\.safetensors nor"):
         SafetensorsFolder(tmp_path)
+
+
+def test_what_cannot_be_written_is_one_sentence(tmp_path):
+    with pytest.raises(ArgumentError, match=r"missing/x\.safetensors cannot be written"):
+        write_tensors(tmp_path / "missing" / "x.safetensors", {"a": np.zeros(2, np.float32)}, {})
+    assert not list(tmp_path.iterdir())
