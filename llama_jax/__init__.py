@@ -22,7 +22,17 @@ if TYPE_CHECKING:
     from llama_jax.lora import LoraFactors, init_lora, merge_lora, with_lora
     from llama_jax.losses import loss, summed_loss, token_losses
     from llama_jax.memory_test import memory_test
-    from llama_jax.model import Layer, Params, by_path, forward, hidden_states, init_params, parameter_specs, unembed
+    from llama_jax.model import (
+        Layer,
+        Params,
+        by_path,
+        forward,
+        hidden_states,
+        init_params,
+        join_projections,
+        parameter_specs,
+        unembed,
+    )
     from llama_jax.placement.devices import MemoryReport, memory_report
     from llama_jax.placement.distributed import start_hosts
     from llama_jax.placement.plan import Placement, Plan, plan
@@ -57,7 +67,17 @@ _PUBLIC = {
     "lora": ("LoraFactors", "init_lora", "merge_lora", "with_lora"),
     "losses": ("loss", "summed_loss", "token_losses"),
     "memory_test": ("memory_test",),
-    "model": ("Layer", "Params", "by_path", "forward", "hidden_states", "init_params", "parameter_specs", "unembed"),
+    "model": (
+        "Layer",
+        "Params",
+        "by_path",
+        "forward",
+        "hidden_states",
+        "init_params",
+        "join_projections",
+        "parameter_specs",
+        "unembed",
+    ),
     "placement.devices": ("MemoryReport", "memory_report"),
     "placement.distributed": ("start_hosts",),
     "placement.plan": ("Placement", "Plan", "plan"),
