@@ -16,6 +16,7 @@ import pytest
 import llama_jax
 from llama_jax.cli import options
 from llama_jax.cli.main import COMMANDS, main
+from llama_jax.cli.usage import Parser
 from tests.conftest import REPOSITORY
 from tests.reference import llama_numpy
 from tests.test_llama import GOLDEN, PROMPT
@@ -104,13 +105,34 @@ def test_help_takes_less_than_three_tenths_of_a_second():
         ["generate", "-p", "x", "-f", "y"],
         ["detokenize"],
         ["detokenize", "one"],
+        ["generate", "-p", "x", "-t", "4"],
+        ["generate", "-p", "x", "-te", "4"],
+        ["generate", "-p", "x", "--tensor", "4"],
+        ["generate", "-p", "x", "--threads", "4"],
+        ["--vers"],
     ],
 )
 def test_wrong_usage_is_2(run, arguments):
     code, out, err = run(*arguments)
     assert (code, out) == (2, "")
-    assert err.startswith("usage: llama-jax")
-    assert "error: " in err.splitlines()[-1]
+    command = f"llama-jax {arguments[0]}" if arguments and arguments[0] in COMMANDS else "llama-jax"
+    assert err.startswith(f"{command}: ")
+    assert err.endswith(f"; see {command} --help\n")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("temperature", ["-1e30", "-1.5E-3", "-.5", "-2", "-inf"])
+def test_a_negative_temperature_is_greedy_in_any_notation(temperature):
+    parser = Parser()
+    options.add_sampling_options(parser)
+    assert options.sampling_options(parser.parse_args(["--temp", temperature]), 9)["temperature"] == 0
+
+
+def test_a_value_may_stand_right_behind_a_short_option():
+    parser = Parser()
+    options.add_model_options(parser)
+    arguments = parser.parse_args(["-c5", "-ctk", "f16"])
+    assert (arguments.ctx_size, arguments.cache_type_k) == (5, "f16")
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from llama_jax import __version__
+from llama_jax.cli.usage import Parser
 from llama_jax.errors import LlamaJaxError
 
 # Sub-command -> what it does. Each is a module of this package with `add_arguments(parser)` and `run(arguments)`,
@@ -30,7 +31,7 @@ COMMANDS = {
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="llama-jax",
         description="LLaMA inference as pure JAX functions.",
         epilog="commands:\n" + "\n".join(f"  {name:12} {text}" for name, text in COMMANDS.items()),
@@ -67,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _make_streams_usable()
     top = _parser().parse_args(argv)
     module = importlib.import_module(f"llama_jax.cli.{top.command}")
-    parser = argparse.ArgumentParser(prog=f"llama-jax {top.command}", description=module.__doc__)
+    parser = Parser(prog=f"llama-jax {top.command}", description=module.__doc__)
     module.add_arguments(parser)
     arguments = parser.parse_args(top.arguments)
     logging.basicConfig(stream=sys.stderr, format="%(name)s: %(message)s", level=logging.WARNING)
