@@ -30,5 +30,11 @@ def number(name: str, value: Any, low: float, high: float = _LARGEST, *, allowed
     except (TypeError, ValueError, OverflowError):
         result = float("nan")
     if not low <= result <= high or (positive and result < _SMALLEST):
+        if positive and 0 < result < _SMALLEST:
+            allowed += f", at least {_SMALLEST:g}"
+        elif result > high == _LARGEST:
+            allowed += f", at most {_LARGEST:g}"
+        elif result < low == -_LARGEST:
+            allowed += f", at least {-_LARGEST:g}"
         raise ArgumentError(f"{name} is {value!r}; it must be {allowed}.")
     return result

@@ -36,3 +36,8 @@ def plain(text: object, limit: int = 100) -> str:
     """As `shown`, without quotes: for names inside of a longer one, and for other libraries' messages."""
     text = repr(" ".join(str(text)[: 4 * limit].split()))[1:-1].replace("\\'", "'")
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def reason(error: object) -> str:
+    """What another library's error says, to stand within a sentence: `plain`, without a period at its end."""
+    return plain(error, 300).removesuffix(".") or type(error).__name__

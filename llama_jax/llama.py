@@ -412,7 +412,7 @@ class Llama:
         return ids[:start] + ids[start + (len(ids) - start) // 2 :]
 
     def _kept(self, ids: list[int], keep: int) -> int:
-        keep = checks.integer("keep", keep, -1, allowed="0 or above, or -1 for the whole prompt")
+        keep = checks.integer("keep", keep, -1, allowed=f"from 0 to {checks.MOST}, or -1 for the whole prompt")
         return len(ids) if keep == -1 else min(keep + (ids[:1] == [self.tokenizer.bos_id]), len(ids))
 
     def _checked_stream(
@@ -443,7 +443,7 @@ class Llama:
         check_prompt(ids, self.n_ctx, self.config.vocab_size)
         if max_tokens is None:
             return checks.MOST
-        return checks.integer("max_tokens", max_tokens, 0, allowed="0 or above, or None for no limit")
+        return checks.integer("max_tokens", max_tokens, 0, allowed=f"from 0 to {checks.MOST}, or None for no limit")
 
     def _stream(
         self,

@@ -20,6 +20,7 @@ from llama_jax.cli.usage import Parser
 from tests.conftest import REPOSITORY
 from tests.reference import llama_numpy
 from tests.test_llama import GOLDEN, PROMPT
+from tests.tiny import tiny_gguf
 
 COMMAND = [sys.executable, "-m", "llama_jax.cli.main"]
 
@@ -140,13 +141,23 @@ def test_a_value_may_stand_right_behind_a_short_option():
     [
         (["-c", "-1"], "n_ctx is -1; it must be an integer from 0 (the model's own) to 2147483647."),
         (["-b", "0"], "n_batch is 0; it must be an integer from 1 to 2147483647."),
-        (["--temp", "nan"], "temperature is nan; it must be 0 or above."),
-        (["--temp", "inf"], "temperature is inf; it must be 0 or above."),
+        (["--temp", "nan"], "temperature is nan; it must be a finite number, 0 or above."),
+        (["--temp", "inf"], "temperature is inf; it must be a finite number, 0 or above, at most 3e+38."),
         (["--top-p", "0"], "top_p is 0.0; it must be above 0 and at most 1."),
         (["--top-p", "1.1"], "top_p is 1.1; it must be above 0 and at most 1."),
         (["--min-p", "-1"], "min_p is -1.0; it must be from 0 to 1."),
-        (["--top-k", "9999999999"], "top_k is 9999999999; it must be an integer; 0 or below keeps all tokens."),
+        (
+            ["--top-k", "9999999999"],
+            "top_k is 9999999999; it must be an integer from -2147483647 to 2147483647; 0 or below keeps all tokens.",
+        ),
         (["--repeat-penalty", "0"], "repeat_penalty is 0.0; it must be above 0."),
+        (["--repeat-penalty", "1e-300"], "repeat_penalty is 1e-300; it must be above 0, at least 1e-37."),
+        (["--repeat-penalty", "1e39"], "repeat_penalty is 1e+39; it must be above 0, at most 3e+38."),
+        (
+            ["--top-n-sigma", "-1e39"],
+            "top_n_sigma is -1e+39; it must be a number, 0 or below for off, at least -3e+38.",
+        ),
+        (["-n", "9" * 20], f"max_tokens is {'9' * 20}; it must be from 0 to 2147483647, or None for no limit."),
         (["--repeat-last-n", "-2"], "repeat_last_n is -2; it must be an integer from 0 to 1048576."),
         (["--seed", str(2**70)], f"seed is {2**70}; it must be a 64-bit integer."),
         (["--stop", ""], "A stop string is ''; only strings of at least one character are allowed."),
@@ -191,7 +202,25 @@ def test_a_wrong_model_is_1_and_a_sentence(run, tmp_path, command, contents, sen
 
 
 def test_an_empty_model_path_is_not_the_shipped_model(run):
-    assert run("info", "-m", "")[0] == run("generate", "-p", "x", "-m", "")[0] == 1
+    sentence = "llama-jax: The model path is empty; give a .gguf file, a folder, or hf:owner/name.\n"
+    assert run("info", "-m", "") == run("generate", "-p", "x", "-m", "") == (1, "", sentence)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("token_type", [2, 3, 3, *[1] * 60, -1], "Token 63 has the type -1; allowed are 1 to 6."),
+        ("tokens", ["<unk>", "<s>", "</s>", *"ABC", "a\0b", *map(str, range(57))], "null character."),
+    ],
+)
+def test_a_wrong_vocabulary_is_one_sentence_with_the_name_of_the_file(run, tmp_path, key, value, reason):
+    path = tmp_path / "model.gguf"
+    tiny_gguf(path, vocabulary={f"tokenizer.ggml.{key}": value})
+    code, _, err = run("tokenize", "-p", "A", "-m", str(path))
+    assert code == 1
+    assert err.startswith(f"llama-jax: {path}: ")
+    assert err.endswith(f"{reason}\n")
+    assert not err.endswith("..\n")
 
 
 def test_no_prompt(monkeypatch, capsys):
@@ -398,6 +427,12 @@ def test_mistakes_within_a_chat_do_not_end_it(run, tmp_path):
     assert "There is no answer yet to give again." in err
     assert "cannot be read: No such file or directory." in err
     assert "tokens; the context holds 512" in err
+
+
+def test_a_single_turn_that_fails_is_1(run):
+    code, out, err = run("chat", "-st", "-p", "long " * 600)
+    assert (code, out) == (1, "")
+    assert "tokens; the context holds 512" in err.splitlines()[-1]
 
 
 def test_a_system_prompt_stays_after_clear(run, monkeypatch):

@@ -79,7 +79,7 @@ def test_grammars_come_from_the_line_or_a_file(tmp_path):
     ("arguments", "sentence"),
     [
         (["-l", "13"], "--logit-bias is '13'; it must be like 15043+1.5 or 15043-inf."),
-        (["-l", "5+1e999"], "logit_bias is inf; it must be a number or -inf."),
+        (["-l", "5+1e999"], "logit_bias is inf; it must be a number or -inf, at most 3e+38."),
         (["-l", "64+1"], "A token id of logit_bias is 64; it must be an integer from 0 to 63."),
         (["--samplers", "best"], "samplers holds 'best'; it must be of penalties, dry, "),
         (["--mirostat", "3"], "mirostat is 3; it must be an integer from 0 to 2."),

@@ -166,7 +166,7 @@ def test_a_full_context_ends_the_text_unless_it_may_shift():
 def test_the_beginning_of_the_text_is_always_kept(loaded):
     ids = loaded.tokenize_prompt("ROMEO.\n")
     assert [loaded._kept(ids, keep) for keep in (0, 2, -1, 1000)] == [1, 3, len(ids), len(ids)]
-    with pytest.raises(ArgumentError, match="keep is -2; it must be 0 or above, or -1 for the whole prompt"):
+    with pytest.raises(ArgumentError, match="keep is -2; it must be from 0 to 2147483647, or -1 for the whole prompt"):
         loaded.stream("x", context_shift=True, keep=-2)
 
 

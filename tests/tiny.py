@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +28,18 @@ def tiny_params(config: LlamaConfig, seed: int = 0) -> Params:
     return init_params(jax.random.key(seed), config, scale=0.3)
 
 
-def tiny_gguf(path: Path, types: str = "F32", **changes: Any) -> LlamaConfig:
+def tiny_gguf(
+    path: Path, types: str = "F32", vocabulary: Mapping[str, Any] | None = None, **changes: Any
+) -> LlamaConfig:
     """Writes a model of one layer whose vocabulary is the letters from A on; returns its constants."""
     config = tiny_config(**(dict(vocab_size=64, d_ff=32, n_layers=1, head_dim=16) | changes))
-    vocabulary = {
+    letters = {
         "tokenizer.ggml.model": "llama",
         "tokenizer.ggml.tokens": ["<unk>", "<s>", "</s>", *(chr(ord("A") + i) for i in range(61))],
         "tokenizer.ggml.scores": [0.0] * 64,
         "tokenizer.ggml.token_type": [2, 3, 3, *[1] * 61],
     }
-    save_gguf(path, tiny_params(config), config, metadata=vocabulary, types=types)
+    save_gguf(path, tiny_params(config), config, metadata=letters | dict(vocabulary or {}), types=types)
     return config
 
 

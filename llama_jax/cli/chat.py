@@ -138,11 +138,11 @@ def run(arguments: argparse.Namespace) -> None:
                 if arguments.single_turn:
                     break
         except LlamaJaxError as error:
+            if arguments.single_turn:
+                raise
             hint = " /clear forgets what was said." if "the context holds" in str(error) else ""
             print(f"llama-jax: {error}{hint}", file=sys.stderr)
             conversation.undo()
-            if arguments.single_turn:
-                break
     if model.timings.prompt_tokens:
         print(options.speed_line(model, load_seconds), file=sys.stderr)
 

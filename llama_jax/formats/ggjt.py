@@ -157,7 +157,7 @@ class LegacyModel(ModelFile):
     def _interleaved_heads(self, path: str) -> int | None:
         return names.rotary_heads(path, self.config)
 
-    def tokenizer(self) -> Any:
+    def _tokenizer(self) -> Any:
         from llama_jax.text.tokenizer import tokenizer_from_gguf
 
         return tokenizer_from_gguf(self.metadata)

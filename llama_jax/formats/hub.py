@@ -19,9 +19,12 @@ def resolve_path(path: str | os.PathLike[str]) -> Path:
     file; both are kept in the hub's own cache. Anything else is a path on this machine.
 
     Raises:
-      ArgumentError: the path does not exist or has a wrong form, huggingface-hub is missing, or the download failed.
+      ArgumentError: the path is empty, does not exist or has a wrong form, huggingface-hub is missing, or the download
+        failed.
     """
     text = os.fspath(path)
+    if not text:
+        raise ArgumentError("The model path is empty; give a .gguf file, a folder, or hf:owner/name.")
     if not text.startswith(PREFIX):
         local = Path(os.path.expanduser(text))
         if not os.path.exists(local):

@@ -51,8 +51,21 @@ class ModelFile(ABC):
         """The bytes of a tensor of the file, uint8 [nbytes], a view."""
 
     @abstractmethod
+    def _tokenizer(self) -> Any:
+        """As `tokenizer`; an error need not name the file."""
+
     def tokenizer(self) -> Any:
-        """The model's tokenizer, see `llama_jax.text.tokenizer`."""
+        """The model's tokenizer, see `llama_jax.text.tokenizer`.
+
+        Raises:
+          FormatError: there is none, or it is damaged.
+        """
+        try:
+            return self._tokenizer()
+        except FormatError as error:
+            if str(self.path) in str(error):
+                raise
+            raise FormatError(f"{self.path}: {error}") from error
 
     @abstractmethod
     def close(self) -> None:
@@ -175,7 +188,7 @@ class GGUFModel(ModelFile):
     def _interleaved_heads(self, path: str) -> int | None:
         return names.rotary_heads(path, self.config)
 
-    def tokenizer(self) -> Any:
+    def _tokenizer(self) -> Any:
         from llama_jax.text.tokenizer import tokenizer_from_gguf
 
         return tokenizer_from_gguf(self.metadata)
@@ -205,7 +218,7 @@ class HuggingFaceModel(ModelFile):
     def _raw(self, name: str) -> np.ndarray:
         return self._folder.raw(name)
 
-    def tokenizer(self) -> Any:
+    def _tokenizer(self) -> Any:
         from llama_jax.text.tokenizer import tokenizer_from_folder
 
         return tokenizer_from_folder(self.path)

@@ -87,12 +87,12 @@ class Placement:
         given: dict[str, Any] = {}
         if gpu_layers is not None:
             text = gpu_layers.strip().lower()
-            allowed = "a whole number from 0, 'all' or 'auto'"
+            allowed = f"a whole number from 0 to {checks.MOST}, 'all' or 'auto'"
             given["gpu_layers"] = text if text in ("all", "auto") else _whole("--gpu-layers", gpu_layers, allowed)
         if low_vram is not None:
             given["low_vram"] = _flag("--low-vram", low_vram)
         if main_gpu is not None:
-            given["main_gpu"] = _whole("--main-gpu", main_gpu, "a whole number from 0")
+            given["main_gpu"] = _whole("--main-gpu", main_gpu, f"a whole number from 0 to {checks.MOST}")
         if tensor_split is not None:
             given["tensor_split"] = parse_shares(tensor_split)
         if split_mode is not None:

@@ -194,7 +194,7 @@ def sampling_params(
       ArgumentError: a value is out of range.
     """
     number, integer = checks.number, checks.integer
-    any_integer = "an integer; 0 or below keeps all tokens"
+    any_integer = f"an integer from -{checks.MOST} to {checks.MOST}; 0 or below keeps all tokens"
     named = sampler_order(samplers) if samplers is not None else None
     values: dict[str, float] = dict(
         top_k=max(integer("top_k", top_k, -checks.MOST, allowed=any_integer), 0),
@@ -202,7 +202,7 @@ def sampling_params(
         min_p=number("min_p", min_p, 0, 1, allowed="from 0 to 1"),
         typical_p=number("typical_p", typical_p, 0, 1, allowed="above 0 and at most 1", positive=True),
         tfs_z=number("tfs_z", tfs_z, 0, 1, allowed="above 0 and at most 1", positive=True),
-        top_n_sigma=number("top_n_sigma", top_n_sigma, -3e38, allowed="a number; 0 or below is off"),
+        top_n_sigma=number("top_n_sigma", top_n_sigma, -3e38, allowed="a number, 0 or below for off"),
         min_keep=integer("min_keep", min_keep, 0),
         dynatemp_range=number("dynatemp_range", dynatemp_range, 0, allowed="0 or above"),
         dynatemp_exponent=number("dynatemp_exponent", dynatemp_exponent, 0, allowed="above 0", positive=True),
@@ -221,7 +221,7 @@ def sampling_params(
         mirostat_tau=number("mirostat_tau", mirostat_tau, 0, 1e6, allowed="from 0 to 1e6"),
         mirostat_eta=number("mirostat_eta", mirostat_eta, 0, 1e6, allowed="from 0 to 1e6"),
     )
-    temperature = number("temperature", temperature, 0, allowed="0 or above")
+    temperature = number("temperature", temperature, 0, allowed="a finite number, 0 or above")
     if logprobs is not None:
         logprobs = integer("logprobs", logprobs, 0, _MOST_LOGPROBS)
     if vocab_limit is not None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 
-from llama_jax.errors import FormatError, plain, shown
+from llama_jax.errors import FormatError, reason, shown
 from llama_jax.text.sentencepiece import SPACE, byte_value
 from llama_jax.text.vocabulary import (
     TokenType,
@@ -134,7 +134,7 @@ def build_library_tokenizer(vocabulary: Vocabulary, merges: Sequence[str], pre_t
     try:
         model = models.BPE(ids, pairs, ignore_merges=pre_tokenizer.ignore_merges)
     except Exception as error:  # the library raises plain Exception
-        raise FormatError(f"The merges do not fit the vocabulary: {plain(error, 300)}.") from error
+        raise FormatError(f"The merges do not fit the vocabulary: {reason(error)}.") from error
     tokenizer = Tokenizer(model)
     splits: list[Any] = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre_tokenizer.patterns]
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -187,7 +187,7 @@ def load_json(path: Path) -> Tokenizer:
     try:
         library = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises plain Exception
-        raise FormatError(f"The tokenizers library rejects {path}: {plain(error, 300)}.") from error
+        raise FormatError(f"The tokenizers library rejects {path}: {reason(error)}.") from error
     library.no_truncation()
     library.no_padding()
     return library

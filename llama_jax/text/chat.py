@@ -8,7 +8,7 @@ from typing import Any
 
 from jinja2 import Template, UndefinedError
 
-from llama_jax.errors import ArgumentError, FormatError, plain, shown
+from llama_jax.errors import ArgumentError, FormatError, reason, shown
 from llama_jax.text.sandbox import MAX_TEXT, Sandbox, TemplateRefusedError, start_budget
 from llama_jax.text.tokenizer import Tokenizer
 
@@ -61,16 +61,16 @@ def render_chat(
         compiled = _compiled(CHATML if template is None else template)
         return "".join(_bounded(compiled.generate(variables)))
     except TemplateRefusedError as error:
-        raise ArgumentError(f"The chat template refuses the messages: {_sentence(error)}.") from error
+        raise ArgumentError(f"The chat template refuses the messages: {reason(error)}.") from error
     except (TypeError, UndefinedError) as error:
         empty = next((i for i, message in enumerate(messages) if message.get("content") is None), None)
         if empty is None:
-            raise FormatError(f"The chat template cannot be used: {_sentence(error)}.") from error
+            raise FormatError(f"The chat template cannot be used: {reason(error)}.") from error
         raise ArgumentError(
-            f"Message {empty} has no content, which the chat template may need: {_sentence(error)}."
+            f"Message {empty} has no content, which the chat template may need: {reason(error)}."
         ) from error
     except Exception as error:  # templates are programs: anything can go wrong in them
-        raise FormatError(f"The chat template cannot be used: {_sentence(error)}.") from error
+        raise FormatError(f"The chat template cannot be used: {reason(error)}.") from error
 
 
 def encode_chat(
@@ -119,10 +119,6 @@ def _bounded(pieces: Iterator[str]) -> Iterator[str]:
         if length > MAX_TEXT:
             raise FormatError(f"it writes more than {MAX_TEXT} characters")
         yield piece
-
-
-def _sentence(error: Exception) -> str:
-    return (plain(error, 300) or type(error).__name__).rstrip(".")
 
 
 def _checked(index: int, message: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import sentencepiece
 
-from llama_jax.errors import FormatError, plain, shown
+from llama_jax.errors import FormatError, reason, shown
 from llama_jax.text.vocabulary import TokenType, Vocabulary, VocabularyTokenizer, raw_bytes, raw_text, well_formed
 
 SPACE = "▁"
@@ -93,7 +93,7 @@ def load_processor(model: bytes, name: str) -> sentencepiece.SentencePieceProces
     try:
         return sentencepiece.SentencePieceProcessor(model_proto=model)
     except (RuntimeError, ValueError, OSError) as error:
-        raise FormatError(f"The sentencepiece library rejects {name}: {plain(error, 300)}.") from error
+        raise FormatError(f"The sentencepiece library rejects {name}: {reason(error)}.") from error
 
 
 def read_model(path: Path) -> tuple[bytes, list[str], list[int], bool]:
@@ -121,7 +121,7 @@ def read_model(path: Path) -> tuple[bytes, list[str], list[int], bool]:
             elif number == _NORMALIZER and isinstance(value, bytes):
                 dummy_prefix = bool(dict(_read_fields(value)).get(_ADD_DUMMY_PREFIX, 1))
     except (IndexError, ValueError) as error:
-        raise FormatError(f"{path} is not a SentencePiece model: {plain(error, 300)}.") from error
+        raise FormatError(f"{path} is not a SentencePiece model: {reason(error)}.") from error
     if not texts:
         raise FormatError(f"{path} is not a SentencePiece model: it holds no pieces.")
     return data, texts, types, dummy_prefix

@@ -10,7 +10,7 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any, Protocol
 
-from llama_jax.errors import FormatError, plain, shown
+from llama_jax.errors import FormatError, reason, shown
 from llama_jax.text.vocabulary import TokenType, make_vocabulary, raw_text
 
 logger = logging.getLogger(__name__)
@@ -330,7 +330,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise FormatError(f"{path} is not JSON: {plain(error, 300)}.") from error
+        raise FormatError(f"{path} is not JSON: {reason(error)}.") from error
     if not isinstance(value, dict):
         raise FormatError(f"{path} holds {type(value).__name__}; a JSON object is needed.")
     return value
@@ -363,7 +363,7 @@ def _added_tokens(folder: Path, config: Mapping[str, Any]) -> dict[int, tuple[st
             added[int(key)] = (str(token["content"]), kind)
     except (AttributeError, KeyError, ValueError) as error:
         raise FormatError(
-            f"added_tokens_decoder in {folder / 'tokenizer_config.json'} is damaged: {plain(error, 300)}."
+            f"added_tokens_decoder in {folder / 'tokenizer_config.json'} is damaged: {reason(error)}."
         ) from error
     return added
 

@@ -49,9 +49,9 @@ def test_the_environment_speaks_where_options_do_not(monkeypatch):
         (["-ts", "1,x"], "--tensor-split is '1,x', in which 'x' is no number; it must be like 3,1."),
         (["-ts", "0,0"], "tensor_split is 0,0; its shares must be finite, 0 or above, and one of them above 0."),
         (["-ts", ""], "--tensor-split is '', in which '' is no number; it must be like 3,1."),
-        (["-ngl", "-1"], "--gpu-layers is '-1'; it must be a whole number from 0, 'all' or 'auto'."),
-        (["-ngl", "many"], "--gpu-layers is 'many'; it must be a whole number from 0, 'all' or 'auto'."),
-        (["-mg", "-1"], "--main-gpu is '-1'; it must be a whole number from 0."),
+        (["-ngl", "-1"], "--gpu-layers is '-1'; it must be a whole number from 0 to 2147483647, 'all' or 'auto'."),
+        (["-ngl", "many"], "--gpu-layers is 'many'; it must be a whole number from 0 to 2147483647, 'all' or 'auto'."),
+        (["-mg", "-1"], "--main-gpu is '-1'; it must be a whole number from 0 to 2147483647."),
         (["-sm", "row"], "--split-mode is 'row'; it must be one of tensor, layer, none."),
         (["-sm", "tensor", "-ts", "3,1"], "tensor_split 3,1 has unequal shares, which split_mode 'tensor' cannot give; "
          "use 'layer' or equal shares."),
