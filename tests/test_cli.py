@@ -1,6 +1,7 @@
 """The command line with the shipped model: in this process where that shows the same, else in one of its own."""
 
 import io
+import json
 import math
 import os
 import signal
@@ -273,6 +274,14 @@ def test_generate(run):
     assert "GB/s" in err
 
 
+def test_the_tokens_that_json_tells_give_the_text(run):
+    code, out, _ = run("generate", "-p", PROMPT, *GREEDY, "--n-probs", "1")
+    done = json.loads(out)
+    assert (code, done["text"]) == (0, EIGHT.removesuffix("\n"))
+    assert "".join(place["token"] for place in done["logprobs"]) == done["text"]
+    assert bytes(byte for place in done["logprobs"] for byte in place["bytes"]).decode() == done["text"]
+
+
 def test_a_prompt_from_a_file_loses_its_last_newline_only(run, tmp_path):
     path = tmp_path / "prompt.txt"
     path.write_text(PROMPT + "\n")
@@ -520,6 +529,30 @@ def test_ctrl_c_ends_without_a_traceback(environment):
         _, errors = process.communicate()
     assert process.returncode == 130
     assert b"Traceback" not in errors
+
+
+@pytest.mark.parametrize("imported", ["argparse", "jax", "llama_jax.llama"])
+def test_ctrl_c_during_an_import_ends_at_once(environment, imported):
+    """The signal arrives within the import of a module, where some libraries swallow the exception."""
+    code = f"""
+import os, signal, sys
+from llama_jax.cli import main
+class Finder:
+    def find_spec(name, path, target=None):
+        if name == {imported!r}:
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+            except KeyboardInterrupt:
+                print("swallowed")
+sys.modules.pop({imported!r}, None)
+sys.meta_path.insert(0, Finder)
+sys.argv = ["llama-jax", "generate", "-p", "x", "-n", "1"]
+main.console()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPOSITORY, env=environment, capture_output=True, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
 
 
 def test_a_text_file_has_a_limit(run, tmp_path, monkeypatch):

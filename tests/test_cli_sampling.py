@@ -107,7 +107,8 @@ def test_json_tells_all_of_each_text(run):
     assert first["finish_reason"] == "length"
     assert len(first["tokens"]) == len(first["logprobs"]) == 9
     place = first["logprobs"][0]
-    assert set(place) == {"id", "token", "logprob", "top_logprobs"}
+    assert set(place) == {"id", "token", "bytes", "logprob", "top_logprobs"}
+    assert set(place["top_logprobs"][0]) == {"id", "token", "bytes", "logprob"}
     assert place["logprob"] <= place["top_logprobs"][0]["logprob"] < 0
     assert len(place["top_logprobs"]) == 2
     (nothing,) = map(json.loads, run("--json", "-n", "0")[1].splitlines())

@@ -80,11 +80,14 @@ def _print_json(model: Llama, prompt: str, arguments: argparse.Namespace, sampli
     length = options.length_options(arguments)
     if length.pop("context_shift") or length.pop("keep") or arguments.prompt_cache is not None:
         raise ArgumentError("--json, --choices and --n-probs do not go with --context-shift, --keep or --prompt-cache.")
-    piece = model.tokenizer.piece
+
+    def token(id: int, logprob: float) -> dict[str, Any]:
+        # The bytes of several tokens may be one character: only joined they always give the text.
+        data = model.tokenizer.token_bytes(id)
+        return dict(id=id, token=data.decode("utf-8", "replace"), bytes=list(data), logprob=logprob)
 
     def told(place: TokenLogprobs) -> dict[str, Any]:
-        top = [dict(id=i, token=piece(i), logprob=logprob) for i, logprob in place.top]
-        return dict(id=place.token, token=piece(place.token), logprob=place.logprob, top_logprobs=top)
+        return token(place.token, place.logprob) | dict(top_logprobs=[token(*one) for one in place.top])
 
     done = model.complete(prompt, n=arguments.choices, logprobs=arguments.n_probs, **length, **sampling)
     for index, completion in enumerate(done):

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import argparse
+# The rest is imported where it is used, so that `console` comes soon to say what Ctrl-C does.
 import importlib
 import io
-import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
+from types import FrameType
+from typing import TYPE_CHECKING
 
 from llama_jax import __version__
-from llama_jax.cli.usage import Parser
 from llama_jax.errors import LlamaJaxError
+
+if TYPE_CHECKING:
+    from llama_jax.cli.usage import Parser
 
 # Sub-command -> what it does. Each is a module of this package with `add_arguments(parser)` and `run(arguments)`,
 # imported only when it is called: `llama-jax --help` starts no jax.
@@ -30,7 +34,11 @@ COMMANDS = {
 }
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> Parser:
+    import argparse
+
+    from llama_jax.cli.usage import Parser
+
     parser = Parser(
         prog="llama-jax",
         description="LLaMA inference as pure JAX functions.",
@@ -65,6 +73,10 @@ def _complain(sentence: object) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns 0, 1 for a user's mistake, 130 after Ctrl-C. Exits with 2 on wrong usage."""
+    import logging
+
+    from llama_jax.cli.usage import Parser
+
     _make_streams_usable()
     top = _parser().parse_args(argv)
     module = importlib.import_module(f"llama_jax.cli.{top.command}")
@@ -95,9 +107,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _interrupt(_: int, frame: FrameType | None) -> None:
+    """Ctrl-C as everywhere, but the end of the process while a module is being imported.
+
+    A KeyboardInterrupt there may be swallowed by a library or leave it half imported.
+    """
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            os._exit(130)
+        frame = frame.f_back
+    raise KeyboardInterrupt
+
+
 def console() -> None:
     """The installed command: `main`, then the end of the process."""
-    code = main()
+    try:
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not so where a shell ignores Ctrl-C
+            signal.signal(signal.SIGINT, _interrupt)
+        code = main()
+    except KeyboardInterrupt:  # before the command has started
+        code = 130
     if code == 130:  # an interrupted computation may still run, and the interpreter's shutdown would pull it down
         sys.stderr.flush()
         os._exit(code)
