@@ -86,7 +86,7 @@ def test_grammars_come_from_the_line_or_a_file(tmp_path):
         (["--dry-sequence-breaker", "", "--dry-multiplier", "1"], "A DRY sequence breaker is ''; only strings of"),
         (["--grammar", "root ::= ("], "Line 1 of the grammar has a mistake: ) is expected, not 'the end'."),
         (["--grammar-file", "/nowhere"], "The file '/nowhere' cannot be read: No such file or directory."),
-        (["--json-schema", "{"], "The JSON schema is not JSON: "),
+        (["--json-schema", "{"], "The JSON schema is not JSON that can be read: "),
         (["--choices", "0"], "n is 0; it must be an integer from 1 to 1024."),
         (["--n-probs", "-1"], "logprobs is -1; it must be an integer from 0 to 1024."),
         (["--json", "--context-shift"], "--json, --choices and --n-probs do not go with --context-shift, --keep or"),
