@@ -17,14 +17,19 @@ from llama_jax.quantization import PACKED_TYPES, QuantizedTensor, pack, row_byte
 MIXTURES = ("Q4_K_M",)
 
 
-def random_packed(name: str, shape: tuple[int, int], seed: int) -> QuantizedTensor:
-    """A packed weight of random bytes on the device; rows repeat after 1024, which no kernel can notice."""
-    out, columns = shape
+def packed_rows(name: str, columns: int, seed: int) -> QuantizedTensor:
+    """1024 rows of a packed weight of random bytes, in host memory."""
     rng = np.random.default_rng(seed)
     some = pack(rng.integers(0, 256, 1024 * row_bytes(name, columns), np.uint8), name, (1024, columns), jnp.bfloat16)
     # Scales of random bytes may be infinite; ordinary ones do not slow anything down or speed it up.
     floats = "supers" if some.supers is not None else "scales"
-    some = some.replace(**{floats: np.full_like(getattr(some, floats), 2.0**-12)})  # type: ignore[attr-defined]
+    return some.replace(**{floats: np.full_like(getattr(some, floats), 2.0**-12)})  # type: ignore[attr-defined]
+
+
+def random_packed(name: str, shape: tuple[int, int], seed: int) -> QuantizedTensor:
+    """A packed weight of random bytes on the device; rows repeat after 1024, which no kernel can notice."""
+    out, columns = shape
+    some = packed_rows(name, columns, seed)
     return jax.tree.map(lambda part: jnp.resize(jnp.asarray(part), (out, *part.shape[1:])), some)
 
 

@@ -29,6 +29,7 @@ TITLES = {
     "placement": "{weights} weights, {gpu_layers} gpu layers ({units}), {shape} shape",
     "sampling": "{what} with the {chain} chain, {batch} sequence of {vocabulary} logits",
     "demo_model": "training the shipped model",
+    "sharded": "{case}, {shape} shape, {weights} weights, on {devices}",
     "training": "training, {shape} shape, {batch} x {tokens} tokens, {variant}",
 }
 
@@ -73,6 +74,14 @@ FIELDS = {
         "microseconds": "",
         "speed_against_greedy": "of greedy's speed",
     },
+    "sharded": {
+        "tokens_per_second": "",
+        "speed_up": "of one GPU:",
+        "efficiency": "efficiency",
+        "collective_milliseconds": "collectives",
+        "peak_bytes": "peak memory of a GPU",
+        "error": "failed:",
+    },
     "training": {
         "tokens_per_second": "",
         "milliseconds": "step",
@@ -103,6 +112,8 @@ UNITS = {
     "tb_per_second": "{:.2f} TB/s",
     "speed_against_greedy": "{:.1%}",
     "share_of_limit": "{:.0%}",
+    "speed_up": "{:.2f} times",
+    "efficiency": "{:.0%}",
     "seconds": "{:,.2f} s",
 }
 
