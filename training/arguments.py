@@ -22,12 +22,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     model = parser.add_argument_group("model")
     model.add_argument("--model-in", metavar="PATH", help="a model to go on with instead of a random one")
-    model.add_argument("--embd", type=int, default=256, metavar="D", help="width; default 256")
-    model.add_argument("--head", type=int, default=8, metavar="H", help="query heads; default 8")
+    model.add_argument("--embd", type=int, metavar="D", help="width; default 256")
+    model.add_argument("--head", type=int, metavar="H", help="query heads; default 8")
     model.add_argument("--head-kv", type=int, metavar="K", help="key/value heads; default: as many")
-    model.add_argument("--layer", type=int, default=16, metavar="L", help="layers; default 16")
+    model.add_argument("--layer", type=int, metavar="L", help="layers; default 16")
     model.add_argument(
-        "--mult", type=int, default=256, metavar="N",
+        "--mult", type=int, metavar="N",
         help="the feed-forward width is 8/3 D rounded up to a multiple of N; default 256",
     )  # fmt: skip
     model.add_argument("--rotmax", type=int, metavar="N", help="most numbers of a head that turn; all have to")

@@ -21,7 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from llama_jax.errors import ArgumentError, LlamaJaxError, shown
+from llama_jax.cli.main import guarded, leave
+from llama_jax.errors import ArgumentError, shown
 from training.arguments import add_run_arguments
 
 logger = logging.getLogger("llama_jax.train")
@@ -183,7 +184,7 @@ def finetune(arguments: argparse.Namespace) -> None:
         f"{len(stream.tokens):,}", f"{stream.n_targets:,}", stream.documents[-1],
         f"{sum(leaf.size for leaf in jax.tree.leaves(adapter)):,}", f"{config.n_parameters:,}",
     )  # fmt: skip
-    try:
+    with trainer:
         shapes = jax.eval_shape(lambda: adapter)
         if trainer.has_checkpoint():
             logger.info("going on behind batch %d", trainer.resume(shapes))
@@ -198,14 +199,12 @@ def finetune(arguments: argparse.Namespace) -> None:
             else:
                 save_peft(out, result, base_model=arguments.model or "")
             logger.info("wrote %s", out)
-    finally:
-        trainer.close()
     if ended_by:
         raise SystemExit(SIGNALLED + ended_by)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The program; returns 0, or 1 for a user's mistake."""
+    """The program; returns 0, 1 for a user's mistake, 130 after Ctrl-C."""
     from llama_jax.cli.options import cache_compiled_programs
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -214,13 +213,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(stream=sys.stderr, format="%(name)s: %(message)s", level=logging.WARNING)
     logging.getLogger("llama_jax").setLevel(logging.INFO)
     cache_compiled_programs()
-    try:
-        finetune(arguments)
-    except LlamaJaxError as error:
-        print(f"finetune_lora: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return guarded("finetune_lora", lambda: finetune(arguments))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -115,8 +115,8 @@ def _importable(name: str) -> bool:
         return False
 
 
-class Trainer:
-    """One training run in a folder: its state, its position in the data, its reports.
+class Trainer(contextlib.AbstractContextManager):
+    """One training run in a folder: its state, its position in the data, its reports. `with` closes it.
 
     `folder` gets `checkpoints/`, `best/` if the run has patience, and `metrics.jsonl`.
     """
@@ -195,11 +195,10 @@ class Trainer:
           checkpoints: another run's; its own by default.
         """
         source = checkpoints or self._checkpoints
-        step = source.latest()
-        assert step is not None
         state = jax.eval_shape(lambda params: init_state(params, self._optimizer, self.step_options), shapes)
-        self.state = source.restore(step, abstract(state, self._shardings(state)))
-        position = source.position(step)
+        self.state, position = source.restore_newest(
+            abstract(state, self._shardings(state)), set_aside=source is self._checkpoints
+        )
         self.done, self.seen, self.tokens = position["batches"], position["rows"], position["tokens"]
         self.best_loss = math.inf if position["best_loss"] is None else position["best_loss"]
         self._bad = position["bad"]
@@ -248,32 +247,30 @@ class Trainer:
     def run(self) -> int:
         """Trains to the end: 0; or the number of the signal that ended it before, after which it is saved as it was."""
         everything = self._all_rows() if self._full else None
-        ended_by = 0
-        try:
-            with _Stop() as stop, _Reports(self) as reports:
-                while self.done < self.options.batches and not stop.agreed():
-                    batch = everything if self._full else place_batch(next(self._batches), self.mesh)
-                    metrics = {}
-                    for _ in range(self._steps_on_batch()):
-                        self.state, metrics = self._step(self.state, self.fixed, batch, self._key)
-                    self.done += 1
-                    self.seen += self.options.batch
-                    reports.add(self.done, metrics)
-                    if self._due(self.options.evaluate_every) and self._validation and self._judge(reports):
-                        break
-                    if self._due(self.options.sample_every) and self._sample is not None:
-                        reports.flush()
-                        weights = self.host_weights()
-                        if jax.process_index() == 0:
-                            reports.write(dict(step=self.done, sample=self._sample(weights)))
-                    if self._due(self.options.save_every):
-                        reports.flush()
-                        self.save()
-                reports.flush()
-                ended_by = stop.asked
-            self.save()
-        finally:
-            self._checkpoints.wait()
+        with _Stop() as stop, _Reports(self) as reports:
+            while self.done < self.options.batches and not stop.agreed():
+                self._checkpoints.check()
+                batch = everything if self._full else place_batch(next(self._batches), self.mesh)
+                metrics = {}
+                for _ in range(self._steps_on_batch()):
+                    self.state, metrics = self._step(self.state, self.fixed, batch, self._key)
+                self.done += 1
+                self.seen += self.options.batch
+                reports.add(self.done, metrics)
+                if self._due(self.options.evaluate_every) and self._validation and self._judge(reports):
+                    break
+                if self._due(self.options.sample_every) and self._sample is not None:
+                    reports.flush()
+                    weights = self.host_weights()
+                    if jax.process_index() == 0:
+                        reports.write(dict(step=self.done, sample=self._sample(weights)))
+                if self._due(self.options.save_every):
+                    reports.flush()
+                    self.save()
+            reports.flush()
+            ended_by = stop.asked
+        self.save()
+        self._checkpoints.wait()
         if not ended_by and self._best is not None and self._best.latest() is not None:
             self._best.wait()
             self._restore_best()
@@ -312,6 +309,13 @@ class Trainer:
         best = self._best.restore(self._best.latest() or 0, like)
         name = "params" if self.state.average is None else "average"
         self.state = dataclasses.replace(self.state, **{name: best})
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        if kind is None:
+            self.close()
+        elif kind is not KeyboardInterrupt:  # who asked twice does not want to wait
+            with contextlib.suppress(ArgumentError):  # the first error is the one to tell
+                self.close()
 
     def close(self) -> None:
         """Waits for what is being written."""

@@ -20,7 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from llama_jax.errors import ArgumentError, LlamaJaxError
+from llama_jax.cli.main import guarded, leave
+from llama_jax.errors import ArgumentError, FormatError, plain, shown
 from training.arguments import add_arguments
 
 logger = logging.getLogger("llama_jax.train")
@@ -39,8 +40,15 @@ def new_config(arguments: argparse.Namespace, vocab_size: int) -> Any:
     from llama_jax import checks
     from llama_jax.config import LlamaConfig
 
-    embd, head = checks.integer("--embd", arguments.embd, 2), checks.integer("--head", arguments.head, 1)
-    checks.integer("--mult", arguments.mult, 1)
+    embd, head, layer, mult = (
+        default if given is None else given
+        for given, default in (
+            (arguments.embd, 256), (arguments.head, 8), (arguments.layer, 16), (arguments.mult, 256)
+        )
+    )  # fmt: skip
+    checks.integer("--embd", embd, 2)
+    checks.integer("--head", head, 1)
+    checks.integer("--mult", mult, 1)
     if embd % head:
         raise ArgumentError(f"--embd is {embd}; it must be a multiple of --head, {head}.")
     head_dim = embd // head
@@ -52,8 +60,8 @@ def new_config(arguments: argparse.Namespace, vocab_size: int) -> Any:
     return LlamaConfig(
         vocab_size=vocab_size,
         d_model=embd,
-        d_ff=feed_forward_width(embd, arguments.mult),
-        n_layers=arguments.layer,
+        d_ff=feed_forward_width(embd, mult),
+        n_layers=layer,
         n_heads=head,
         n_kv_heads=head if arguments.head_kv is None else arguments.head_kv,
         head_dim=head_dim,
@@ -61,6 +69,53 @@ def new_config(arguments: argparse.Namespace, vocab_size: int) -> Any:
         norm_epsilon=1e-6 if arguments.compat else 1e-5,
         tied_embeddings=arguments.tied,
     )
+
+
+def check_shape(arguments: argparse.Namespace, config: Any, origin: object) -> None:
+    """Raises ArgumentError where an option that was given asks for another shape than the model has."""
+    mult = arguments.mult
+    options = (
+        ("--embd", arguments.embd, config.d_model),
+        ("--head", arguments.head, config.n_heads),
+        ("--head-kv", arguments.head_kv, config.n_kv_heads),
+        ("--layer", arguments.layer, config.n_layers),
+        ("the feed-forward width of --mult", mult and feed_forward_width(config.d_model, mult), config.d_ff),
+        ("--tied", arguments.tied or None, config.tied_embeddings),
+    )
+    different = [f"{name} is {given}, not {own}" for name, given, own in options if given not in (None, own)]
+    if different:
+        raise ArgumentError(
+            f"The model of {str(origin)!r} has another shape: {', '.join(different)}; leave these options out to go on "
+            "with it."
+        )
+
+
+def check_output(path: Path, types: str, run: Path) -> None:
+    """Raises ArgumentError where the model could not be written after the training."""
+    from llama_jax.formats.save import GGUF_TYPES
+
+    if types not in GGUF_TYPES:
+        raise ArgumentError(f"--model-type is {shown(types)}; it must be one of {', '.join(GGUF_TYPES)}.")
+    folder = path.absolute().parent
+    if folder != run.absolute() and not folder.is_dir():
+        raise ArgumentError(f"--model-out {str(path)!r} lies in a folder that does not exist.")
+    if path.exists() and path.is_dir() == (path.suffix == ".gguf"):
+        kind = "a folder" if path.is_dir() else "no folder"
+        raise ArgumentError(f"--model-out {str(path)!r} is {kind}; name a .gguf file or a folder.")
+    if folder.is_dir() and not os.access(path if path.is_dir() else folder, os.W_OK):
+        raise ArgumentError(f"--model-out {str(path)!r} lies in a folder that cannot be written to.")
+
+
+def check_blocks(types: str, config: Any) -> None:
+    """Raises ArgumentError where rows of the model's matrices are not whole blocks of the type."""
+    from llama_jax.quantization import BLOCK_TYPES
+
+    block = BLOCK_TYPES[types].block_size
+    for width in (config.d_model, config.d_ff, config.n_heads * config.head_dim):
+        if width % block:
+            raise ArgumentError(
+                f"--model-type {types} needs rows of a multiple of {block} values; the model has rows of {width}."
+            )
 
 
 def read_config(folder: Path) -> Any:
@@ -115,9 +170,19 @@ def vocabulary(arguments: argparse.Namespace) -> Any:
         raise ArgumentError("--vocab-model and --vocab-train were both given; one of them makes the vocabulary.")
     kept, model = arguments.checkpoint_out / VOCABULARY, arguments.checkpoint_out / "tokenizer.model"
     if kept.exists() and model.exists():
-        metadata = json.loads(kept.read_text(encoding="utf-8"))
-        if len(metadata["tokenizer.ggml.tokens"]) == arguments.vocab_train:
-            return VocabularySource(tokenizer_from_gguf(metadata), metadata, model=model.read_bytes())
+        try:
+            metadata = json.loads(kept.read_text(encoding="utf-8"))
+            size = len(metadata["tokenizer.ggml.tokens"])
+            tokenizer = tokenizer_from_gguf(metadata)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise FormatError(f"The vocabulary {str(kept)!r} is damaged: {plain(error)}.") from None
+        if size == arguments.vocab_train:
+            return VocabularySource(tokenizer, metadata, model=model.read_bytes())
+        if _has_begun(arguments.checkpoint_out):
+            raise ArgumentError(
+                f"--vocab-train is {arguments.vocab_train}; the run in {str(arguments.checkpoint_out)!r} has a "
+                f"vocabulary of {size} pieces."
+            )
     source = vocabulary_from_texts(read_documents(arguments.train_data), arguments.vocab_train)
     if jax.process_index() == 0:
         write_json(kept, source.metadata)
@@ -194,7 +259,6 @@ def save_model(path: Path, params: Any, config: Any, source: Any, types: str) ->
     """Writes a .gguf file or a Hugging Face folder with the vocabulary."""
     from llama_jax.formats.save import save_gguf, save_hf
 
-    path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".gguf":
         save_gguf(path, params, config, metadata=dict(source.metadata), types=types)
     else:
@@ -240,6 +304,7 @@ def train(arguments: argparse.Namespace) -> None:
         raise ArgumentError(
             f"{str(out)!r} needs a vocabulary from a GGUF file or --vocab-train; name a folder instead."
         )
+    check_output(out, arguments.model_type, run)
     stream = encode_documents(read_documents(arguments.train_data), source.tokenizer)
     stream, held = split_stream(stream, arguments.val_split)
     if arguments.val_data:
@@ -250,8 +315,11 @@ def train(arguments: argparse.Namespace) -> None:
     params, config = None, None
     if resumed is not None:
         config = read_config(resumed)
-        if arguments.model_in is None and config != new_config(arguments, config.vocab_size):
-            logger.warning("the model is that of %s, whatever the options say of its shape", resumed)
+        if arguments.model_in is None and config.context_length != arguments.ctx:
+            logger.warning(
+                "--ctx is %d, but the run in %s began with %d: rows are now of another length",
+                arguments.ctx, resumed, config.context_length,
+            )  # fmt: skip
     elif old is not None:
         config, params, counters = read_checkpoint_2023(old, arguments.ctx)
         logger.info(
@@ -262,6 +330,9 @@ def train(arguments: argparse.Namespace) -> None:
         config, params = _read_model(arguments.model_in, arguments.ctx)
     else:
         config = new_config(arguments, source.tokenizer.vocab_size)
+    check_shape(arguments, config, resumed or old or arguments.model_in)
+    if out.suffix == ".gguf":
+        check_blocks(arguments.model_type, config)
     if config.vocab_size < source.tokenizer.vocab_size:
         raise ArgumentError(
             f"The vocabulary has {source.tokenizer.vocab_size} tokens; the model has only {config.vocab_size}."
@@ -289,7 +360,7 @@ def train(arguments: argparse.Namespace) -> None:
         f"{len(stream.tokens):,}", stream.documents[-1], len(rows), arguments.ctx, f"{config.n_parameters:,}",
         jax.devices()[0].device_kind, trainer.step_options.attention,
     )  # fmt: skip
-    try:
+    with trainer:
         _begin(trainer, resumed, run, config, params, seed, arguments)
         ended_by = trainer.run()
         if not ended_by:
@@ -301,18 +372,21 @@ def train(arguments: argparse.Namespace) -> None:
                 save_model(out, weights, config, source, arguments.model_type)
                 if arguments.predict:
                     print(sampler(config, source, arguments.predict, seed)(weights))
-    finally:
-        trainer.close()
     if ended_by:
         raise SystemExit(SIGNALLED + ended_by)
 
 
-def _folder_to_resume(run: Path, origin: Path | None) -> Path | None:
-    """The run to go on with: the one that was named, which must exist, or this one if it has begun."""
+def _has_begun(run: Path) -> bool:
+    """Whether a folder is a run's and has a complete checkpoint."""
     from training.checkpoint import FOLDER
 
+    return (run / CONFIG).exists() and any(path.name.isdigit() for path in (run / FOLDER).glob("[0-9]*"))
+
+
+def _folder_to_resume(run: Path, origin: Path | None) -> Path | None:
+    """The run to go on with: the one that was named, which must exist, or this one if it has begun."""
     folder = origin or run
-    if (folder / CONFIG).exists() and any((folder / FOLDER).glob("[0-9]*")):
+    if _has_begun(folder):
         return folder
     if origin is not None:
         raise ArgumentError(
@@ -364,7 +438,7 @@ def _begin(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The program; returns 0, or 1 for a user's mistake."""
+    """The program; returns 0, 1 for a user's mistake, 130 after Ctrl-C."""
     from llama_jax.cli.options import cache_compiled_programs
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -373,13 +447,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(stream=sys.stderr, format="%(name)s: %(message)s", level=logging.WARNING)
     logging.getLogger("llama_jax").setLevel(logging.INFO)
     cache_compiled_programs()
-    try:
-        train(arguments)
-    except LlamaJaxError as error:
-        print(f"train_text_from_scratch: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return guarded("train_text_from_scratch", lambda: train(arguments))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

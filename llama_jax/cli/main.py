@@ -8,9 +8,9 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from llama_jax import __version__
 from llama_jax.errors import LlamaJaxError
@@ -66,9 +66,47 @@ def _discard_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _complain(sentence: object) -> int:
-    print(f"llama-jax: {sentence}", file=sys.stderr)
-    return 1
+def guarded(name: str, program: Callable[[], None]) -> int:
+    """Runs a program; returns 0, 1 after one sentence about a user's mistake, 130 after Ctrl-C.
+
+    Args:
+      name: of the program, which begins the sentence.
+    """
+
+    def complain(sentence: object) -> int:
+        print(f"{name}: {sentence}", file=sys.stderr)
+        return 1
+
+    try:
+        program()
+        sys.stdout.flush()
+    except LlamaJaxError as error:
+        return complain(error)
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader has had enough, as in `llama-jax generate | head`
+        _discard_output()
+    except OSError as error:
+        _discard_output()
+        return complain(f"Reading or writing failed: {error}.")
+    except Exception as error:
+        # By its text, since naming jax's exception class would import jax.
+        if "No space left on device" in str(error):  # which tensorstore calls RESOURCE_EXHAUSTED, too
+            return complain("Writing failed: No space left on device.")
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        reason = str(error).splitlines()[0].rstrip(".")
+        return complain(f"The device has too little memory; a smaller -c or --dtype needs less ({reason}).")
+    return 0
+
+
+def leave(code: int) -> NoReturn:
+    """Ends the process."""
+    if code == 130:  # an interrupted computation may still run, and the interpreter's shutdown would pull it down
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -85,26 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(top.arguments)
     logging.basicConfig(stream=sys.stderr, format="%(name)s: %(message)s", level=logging.WARNING)
     logging.getLogger("llama_jax").setLevel(logging.INFO)
-    try:
-        module.run(arguments)
-        sys.stdout.flush()
-    except LlamaJaxError as error:
-        return _complain(error)
-    except KeyboardInterrupt:
-        print(file=sys.stderr)
-        return 130
-    except BrokenPipeError:  # the reader has had enough, as in `llama-jax generate | head`
-        _discard_output()
-    except OSError as error:
-        _discard_output()
-        return _complain(f"Reading or writing failed: {error}.")
-    except Exception as error:
-        # By its text, since naming jax's exception class would import jax.
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        reason = str(error).splitlines()[0].rstrip(".")
-        return _complain(f"The device has too little memory; a smaller -c or --dtype needs less ({reason}).")
-    return 0
+    return guarded("llama-jax", lambda: module.run(arguments))
 
 
 def _interrupt(_: int, frame: FrameType | None) -> None:
@@ -127,10 +146,7 @@ def console() -> None:
         code = main()
     except KeyboardInterrupt:  # before the command has started
         code = 130
-    if code == 130:  # an interrupted computation may still run, and the interpreter's shutdown would pull it down
-        sys.stderr.flush()
-        os._exit(code)
-    sys.exit(code)
+    leave(code)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,10 @@ from llama_jax.model import Params, weight_at
 from llama_jax.quantization import BFLOAT16, BLOCK_TYPES, row_bytes
 
 _FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "BF16": 32}
-"""What `general.file_type` says of a file whose matrices have this type; the types that can be written."""
+"""What `general.file_type` says of a file whose matrices have this type."""
+
+GGUF_TYPES = tuple(_FILE_TYPES)
+"""The types of matrices that can be written."""
 
 _OWN_KEYS = ("general.architecture", "general.alignment", "general.file_type", "general.quantization_version")
 _OWN_PREFIXES = (f"{ARCHITECTURE}.", "split.")

@@ -105,6 +105,43 @@ def test_sigterm_saves_and_stops(tmp_path):
     assert any(line.get("sample") == "a sample" for line in read_metrics(tmp_path / METRICS))
 
 
+def test_a_damaged_checkpoint_is_left_for_the_one_before(tmp_path, caplog):
+    run = trainer(tmp_path)
+    run.start(tiny_params(CONFIG))
+    assert finish(run) == 0
+    for path in (tmp_path / "checkpoints/6/state/d").iterdir():
+        path.write_bytes(path.read_bytes()[:10])
+    (tmp_path / "checkpoints/4/position/metadata").write_text('{"batches":')
+    again = trainer(tmp_path)
+    assert again.resume(SHAPES) == 2
+    (warning,) = (r.message for r in caplog.records if r.levelname == "WARNING" and r.name == "llama_jax.train")
+    assert "checkpoints/6' is damaged or does not fit this run" in warning
+    assert warning.endswith("; going on with the one of batch 2")
+    assert finish(again) == 0
+    assert losses(tmp_path).keys() == set(range(1, 7))
+    checkpoints = Checkpoints(tmp_path)
+    assert checkpoints.steps() == [2, 4, 6]
+    assert checkpoints.position(6)["batches"] == 6
+    checkpoints.close()
+    assert len(list(tmp_path.glob("damaged-*"))) == 2
+
+
+def test_a_checkpoint_that_cannot_be_written_is_a_sentence(tmp_path, monkeypatch):
+    run = trainer(tmp_path, batches=5000, run=dict(save_every=2))
+    run.start(tiny_params(CONFIG))
+
+    def full():
+        raise ValueError("RESOURCE_EXHAUSTED: Error writing [OS error 28: ENOSPC No space left on device]")
+
+    # As Orbax tells of a failed write in the background: not when it begins, but when it is waited for.
+    monkeypatch.setattr(run._checkpoints._manager, "wait_until_finished", full)
+    sentence = r"^No space left on device: the checkpoint of batch 2 was not written\.$"
+    run._checkpoints._writing = 2
+    with pytest.raises(ArgumentError, match=sentence), run:
+        run.run()
+    assert run.done == 0
+
+
 def test_patience_ends_a_run_with_the_best_weights(tmp_path):
     # A learning rate that only harms: the first look is the best.
     run = Trainer(
@@ -166,7 +203,7 @@ def test_a_wrong_mesh_is_a_sentence(text):
 def test_another_state_is_a_sentence(tmp_path, alone):
     source = Checkpoints(alone.folder)
     other = trainer(tmp_path, name="sgd")
-    with pytest.raises(ArgumentError, match="does not fit this run"):
+    with pytest.raises(ArgumentError, match="is damaged or does not fit this run"):
         other.resume(SHAPES, source)
     other.close()
     source.close()

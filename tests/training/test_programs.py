@@ -62,6 +62,10 @@ def test_train_writes_a_model_that_goes_on_and_is_drawn(tmp_path, text, capsys):
     assert sum("validation_loss" in line for line in read_metrics(run / METRICS)) == 3
     other = arguments(text, run, "--checkpoint-in", str(tmp_path / "other"), "-n", "9")
     shutil.copytree(run, tmp_path / "other")
+    assert cli(["train", *command, "--layer", "2", "--embd", "64"]) == 1
+    assert "has another shape: --embd is 64, not 32, --layer is 2, not 1; leave" in capsys.readouterr().err
+    assert cli(["train", *command, "--vocab-train", "310"]) == 1
+    assert "has a vocabulary of 300 pieces." in capsys.readouterr().err
     assert cli(["train", *other]) == 1
     assert "already holds a run; leave --checkpoint-in out to go on with it" in capsys.readouterr().err
     again = llama_jax.load(run / "hf", dtype="float32")
@@ -118,12 +122,22 @@ def test_random_weights_of_june_2023():
         (["--compat", "ggml-2023", "--use-lbfgs"], "--compat ggml-2023 goes with AdamW only"),
         (["-b", "0"], "batch is 0; it must be an integer from 1"),
         (["--val-split", "2"], "The validation split is 2.0; it must be from 0 to 0.9."),
+        (["--model-type", "Q4_K"], "--model-type is 'Q4_K'; it must be one of F32, F16, "),
+        (["--model-type", "Q8_0", "--embd", "48"], "--model-type Q8_0 needs rows of a multiple of 32 values; the mo"),
+        (["--model-out", "/nowhere/m.gguf"], "--model-out '/nowhere/m.gguf' lies in a folder that does not exist."),
         (["--mesh", "x"], "The mesh is 'x'; it must be like data=2,fsdp=4,tensor=1."),
     ],
 )
 def test_wrong_options_are_a_sentence(tmp_path, text, capsys, more, sentence):
     assert cli(["train", *arguments(text, tmp_path / "run", *more)]) == 1
     assert f"llama-jax: {sentence}" in capsys.readouterr().err
+
+
+def test_a_damaged_vocabulary_is_a_sentence(tmp_path, text, capsys):
+    for name in ("vocabulary.json", "tokenizer.model"):
+        (tmp_path / name).write_text('{"tokenizer.')
+    assert cli(["train", *arguments(text, tmp_path)]) == 1
+    assert f"The vocabulary '{tmp_path / 'vocabulary.json'}' is damaged: " in capsys.readouterr().err
 
 
 def test_plot_of_nothing_is_a_sentence(tmp_path, capsys):
