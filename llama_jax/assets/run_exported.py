@@ -24,7 +24,7 @@ def load(name):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Continues token ids with the programs beside this file.")
     parser.add_argument("ids", type=int, nargs="+", help="token ids of the prompt")
     parser.add_argument("--tokens", type=int, default=20, help="most new tokens")
     arguments = parser.parse_args()
@@ -38,7 +38,7 @@ def main():
     cache = {name: jnp.zeros(shape, dtype) for name, (shape, dtype) in facts["cache"].items()}
     prefill, decode = load("prefill"), load("decode")
     size = facts["prefill_tokens"]
-    logits = None
+    logits = jnp.zeros((1, facts["vocab_size"]))
     for start in range(0, len(arguments.ids), size):
         chunk = arguments.ids[start : start + size]
         tokens = np.zeros((1, size), np.int32)

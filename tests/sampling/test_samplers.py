@@ -138,7 +138,7 @@ def test_top_n_sigma(seed, n):
 @many
 @given(
     seed=SEEDS, probability=st.floats(0, 1), threshold=st.floats(0.001, 1), chance=st.floats(0, 0.999), keep=MIN_KEEP
-    seed=SEEDS, probability=st.floats(0, 1), threshold=st.floats(0.001, 1), chance=st.floats(0, 0.999), keep=MIN_KEEP
+)
 def test_xtc(seed, probability, threshold, chance, keep):
     rows = rows_of(seed)
     shares = np.array([reference.softmax(row) for row in rows.astype(np.float64)])
