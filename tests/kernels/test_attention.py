@@ -46,10 +46,10 @@ def inputs(seed, B, T, H, K, S, E, dtype=jnp.float32):
     return [jnp.asarray(rng.standard_normal(s), dtype) for s in ((B, T, H, E), (B, K, S, E), (B, K, S, E))]
 
 
-def distance(got, expected):
-    """Relative, of the norms; absolute where about nothing is expected."""
+def distance(got, expected, least=0.1):
+    """Relative, of the norms; against `least` where about nothing is expected."""
     got, expected = np.asarray(got, np.float64), np.asarray(expected, np.float64)
-    return np.linalg.norm(got - expected) / max(np.linalg.norm(expected), 0.1)
+    return np.linalg.norm(got - expected) / max(np.linalg.norm(expected), least)
 
 
 def flash(q, k, v, q_start, **options):
@@ -77,10 +77,11 @@ def check_gradients(arrays, q_start, tolerance, **options):
 
         return jax.jit(jax.grad(loss, (0, 1, 2)))(*arrays, options)
 
+    least = 0.01 * float(jnp.linalg.norm(weights.ravel()))  # a single key's gradient is a sum that cancels
     expected = gradients(attention_reference, [x.astype(jnp.float32) for x in arrays])
     for got, want, like in zip(gradients(flash, arrays, tiling=tiling), expected, arrays, strict=True):
         assert got.dtype == like.dtype
-        assert distance(got, want) <= tolerance
+        assert distance(got, want, least) <= tolerance
 
 
 @st.composite
