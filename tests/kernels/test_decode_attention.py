@@ -38,33 +38,61 @@ def rotations_of(lengths: jax.Array, E: int) -> tuple[jax.Array, jax.Array]:
 def check(arrays, counts, window, tolerance, **options):
     kernel = jax.jit(lambda *a: decode_attention(*a, window, interpret=not ON_GPU, **options))
     rotations = rotations_of(arrays[-1], arrays[0].shape[-1])
+    k_new = arrays[1]
     out, k, v = kernel(*arrays, counts, rotations)
     exact = [a.astype(jnp.float32) if getattr(a, "dtype", jnp.int32) != jnp.int32 else a for a in arrays]
     expected, expected_k, expected_v = decode_attention_reference(*exact, counts, rotations, window)
     running = np.asarray(counts > 0)
     error = np.linalg.norm(np.asarray(out, np.float32)[running] - expected[running])
     assert error <= tolerance * np.linalg.norm(expected[running])
-    for got, wanted in ((k, expected_k), (v, expected_v)):
-        quantized = isinstance(got, QuantizedHeads)
-        got, wanted = (x.values(jnp.float32) if quantized else np.asarray(x, np.float32) for x in (got, wanted))
-        allowed = 0.04 if quantized else tolerance  # a code more or less where a number lies between two
-        np.testing.assert_allclose(got, wanted, rtol=tolerance, atol=allowed)
+    if isinstance(v, QuantizedHeads):
+        apart = np.abs(np.asarray(v.codes, np.int32) - np.asarray(expected_v.codes, np.int32)).max()
+        assert apart <= (1 if ON_GPU else 0)  # a GPU divides with another rounding
+        np.testing.assert_allclose(v.scales, expected_v.scales, rtol=1e-6)
+    else:
+        np.testing.assert_array_equal(np.asarray(v, np.float32), expected_v)
+    if isinstance(k, QuantizedHeads):  # rotated by other instructions: a code more or less where it lies between two
+        assert np.abs(np.asarray(k.codes, np.int32) - np.asarray(expected_k.codes, np.int32)).max() <= 1
+        np.testing.assert_allclose(k.scales, expected_k.scales, rtol=2e-6 if k_new.dtype == jnp.float32 else 1e-2)
+    else:
+        rounding = 2e-6 if k.dtype == jnp.float32 else float(jnp.finfo(k.dtype).eps)
+        np.testing.assert_allclose(np.asarray(k, np.float32), expected_k, rtol=rounding, atol=rounding)
+        old = np.arange(k.shape[2]) != np.asarray(arrays[-1])[:, None]
+        np.testing.assert_array_equal(
+            np.moveaxis(np.asarray(k, np.float32), 2, 1)[old], np.moveaxis(np.asarray(expected_k), 2, 1)[old]
+        )
+
+
+problems = st.fixed_dictionaries(
+    dict(
+        seed=st.integers(0, 1000),
+        B=st.integers(1, 3),
+        heads=st.sampled_from([(1, 1), (4, 4), (8, 2), (9, 3), (4, 1), (20, 1)]),
+        S=st.integers(1, 90),
+        E=st.sampled_from([16, 64, 80, 96, 128]),
+        window=st.one_of(st.none(), st.integers(1, 40)),
+        n_splits=st.sampled_from([None, 1, 2, 8]),
+        quantized=st.sampled_from([(), (3,), (4,), (3, 4)]),
+    )
+)
+
+
+def check_problem(seed, B, heads, S, E, window, n_splits, quantized):
+    arrays = inputs(seed, B, *heads, S, E, quantized=quantized)
+    check(arrays, jnp.ones(B, jnp.int32), window, 1e-3 if quantized else 1e-5, n_splits=n_splits, block=16)
 
 
 @settings(deadline=None, max_examples=5)
-@given(
-    seed=st.integers(0, 1000),
-    B=st.integers(1, 3),
-    heads=st.sampled_from([(1, 1), (4, 4), (8, 2), (9, 3), (4, 1), (20, 1)]),
-    S=st.integers(1, 90),
-    E=st.sampled_from([16, 64, 80, 96, 128]),
-    window=st.one_of(st.none(), st.integers(1, 40)),
-    n_splits=st.sampled_from([None, 1, 2, 8]),
-    quantized=st.sampled_from([(), (3,), (4,), (3, 4)]),
-)
-def test_equals_the_reference(seed, B, heads, S, E, window, n_splits, quantized):
-    arrays = inputs(seed, B, *heads, S, E, quantized=quantized)
-    check(arrays, jnp.ones(B, jnp.int32), window, 1e-3 if quantized else 1e-5, n_splits=n_splits, block=16)
+@given(problems)
+def test_equals_the_reference(problem):
+    check_problem(**problem)
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=60)
+@given(problems)
+def test_fuzzed(problem):
+    check_problem(**problem)
 
 
 def test_heads_are_kept_within_half_a_scale():
