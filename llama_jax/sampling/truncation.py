@@ -47,9 +47,10 @@ def keep_top_p(logits: Array, top_p: Array, min_keep: Array | None = None) -> Ar
 def keep_min_p(logits: Array, min_p: Array, min_keep: Array | None = None) -> Array:
     """Tokens with at least `min_p` [B] of the best one's probability (0: all); ordered if `min_keep` is given.
 
-    Nguyen et al. 2024 (arXiv:2407.01082).
+    Shares below float32's smallest normal number, 1.2e-38, count as 0. Nguyen et al. 2024 (arXiv:2407.01082).
     """
     best = jnp.max(logits, axis=-1, keepdims=True)
+    min_p = jnp.where(min_p >= jnp.finfo(jnp.float32).tiny, min_p, 0.0)  # on some devices they are 0 anyway
     inside = logits >= best + jnp.log(min_p)[:, None]
     return jnp.where(inside, logits, -jnp.inf) if min_keep is None else _keep(logits, inside, min_keep)
 
