@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import jax
@@ -106,10 +106,12 @@ def sample_next(
     )
 
 
-def next_logits(params: Params, config: LlamaConfig, state: DecodeState) -> tuple[Array, DecodeState]:
-    """Runs the model on each running row's latest token: `(logits [B, V], state)`."""
+def next_logits(
+    params: Params, config: LlamaConfig, state: DecodeState, run: Callable[..., tuple[Array, KVCache]] = prefill
+) -> tuple[Array, DecodeState]:
+    """Runs the model, by `run`, on each running row's latest token: `(logits [B, V], state)`."""
     counts = (~state.done).astype(jnp.int32)
-    logits, cache = prefill(params, state.token[:, None], config, state.cache, counts)
+    logits, cache = run(params, state.token[:, None], config, state.cache, counts)
     return logits, replace(state, cache=cache)
 
 

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import SingleDeviceSharding
 
+from llama_jax import generate
 from llama_jax.cache import KVCache, advance, forget
 from llama_jax.config import LlamaConfig
 from llama_jax.generate import DecodeState, sample_next, start_decoding
@@ -172,9 +173,7 @@ def sample(
 
 def next_logits(params: Params, config: LlamaConfig, state: DecodeState) -> tuple[Array, DecodeState]:
     """`generate.next_logits`."""
-    counts = (~state.done).astype(jnp.int32)
-    logits, cache = prefill(params, state.token[:, None], config, state.cache, counts)
-    return logits, replace(state, cache=cache)
+    return generate.next_logits(params, config, state, prefill)
 
 
 def decode(

@@ -30,13 +30,11 @@ import json
 import re
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import benchmark
@@ -223,33 +221,15 @@ def training_run(config: LlamaConfig, axis: str, rows: int, n: int, options: Any
 # Measuring
 
 
-def kernels(call: Callable[[], Any], n: int) -> collections.Counter[str]:
-    """Nanoseconds of each kernel (on a CPU, operation) in one `call`, the mean of `n` devices."""
-    spent: collections.Counter[str] = collections.Counter()
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            jax.block_until_ready(call())
-        for path in Path(folder).rglob("*.xplane.pb"):
-            planes = jax.profiler.ProfileData.from_file(str(path)).planes
-            for plane, line in ((p, line) for p in planes for line in p.lines):
-                on_gpu = plane.name.startswith("/device:GPU") and line.name.startswith("Stream")
-                on_cpu = plane.name == "/host:CPU" and jax.default_backend() == "cpu"
-                for event in line.events if on_gpu or on_cpu else ():
-                    # The host's lines hold Python's calls and XLA's own work, too; its operations are named like HLO's.
-                    if on_gpu or re.fullmatch(r"[a-z][a-z_\-]*(\.\d+)?", event.name):
-                        spent[event.name] += event.duration_ns
-    return collections.Counter({name: ns / n for name, ns in spent.items()})
-
-
 def measure(run: Run, n: int, options: Any) -> dict[str, Any]:
     """Numbers of one line."""
     seconds = benchmark.median_seconds(run.call, options.repeats)
-    spent = kernels(run.call, n)
-    collectives: collections.Counter[str] = collections.Counter()
-    for name, ns in spent.items():
+    spent = {name: each.seconds / n for name, each in benchmark.kernels(run.call).items()}  # the mean of the devices
+    collectives: dict[str, float] = collections.defaultdict(float)
+    for name, each in spent.items():
         if COLLECTIVE.search(name):
-            collectives[re.sub(r"\.\d+$", "", name)] += ns
-    inside = sum(collectives.values()) / 1e9
+            collectives[re.sub(r"\.\d+$", "", name)] += each
+    inside = sum(collectives.values())
     memory = run.compiled.memory_analysis()
     stats = [device.memory_stats() or {} for device in jax.devices()[:n]]
     peaks = [s["peak_bytes_in_use"] for s in stats if "peak_bytes_in_use" in s]
@@ -258,8 +238,8 @@ def measure(run: Run, n: int, options: Any) -> dict[str, Any]:
         milliseconds=1e3 * seconds / run.steps,
         collective_milliseconds=1e3 * inside / run.steps,
         collective_share=inside / seconds,
-        collectives={name[:90]: ns / 1e6 / run.steps for name, ns in collectives.items()},
-        kernels={name[:90]: ns / 1e6 / run.steps for name, ns in spent.most_common(options.profile)},
+        collectives={name[:90]: 1e3 * each / run.steps for name, each in collectives.items()},
+        kernels={name[:90]: 1e3 * each / run.steps for name, each in list(spent.items())[: options.profile]},
         peak_bytes=max(peaks, default=None),
         peak_bytes_by_device=peaks or None,
         program_bytes=memory.argument_size_in_bytes + memory.temp_size_in_bytes if memory else None,

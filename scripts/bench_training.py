@@ -17,18 +17,14 @@ prints the kernels that took longest. The last line is JSON.
 from __future__ import annotations
 
 import argparse
-import collections
 import dataclasses
-import gzip
 import importlib.util
 import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import benchmark
@@ -167,22 +163,10 @@ def bench(
 
 def print_kernels(run: Callable[[], Any], steps: int, most: int = 30) -> None:
     """The kernels (or, on a CPU, operations) that took longest in `run`, in ms a step."""
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            jax.block_until_ready(run())
-        (path,) = Path(folder).rglob("*.trace.json.gz")
-        events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
-    names = {(e["pid"], e.get("tid")): e["args"]["name"] for e in events if e.get("ph") == "M" and "name" in e["args"]}
-    lanes = {e["pid"] for e in events if e.get("name") == "process_name" and "device:" in e["args"]["name"].lower()}
-    spent: collections.Counter[str] = collections.Counter()
-    counts: collections.Counter[str] = collections.Counter()
-    for event in events:
-        if event.get("ph") == "X" and event["pid"] in lanes and "Stream" in names.get((event["pid"], event["tid"]), ""):
-            spent[event["name"]] += event["dur"]
-            counts[event["name"]] += 1
-    for name, microseconds in spent.most_common(most):
-        print(f"  {microseconds / 1e3 / steps:8.3f} ms  {counts[name] / steps:5.0f} x  {name[:90]}")
-    print(f"  {sum(spent.values()) / 1e3 / steps:8.3f} ms of kernels a step", flush=True)
+    spent = benchmark.kernels(run)
+    for name, (count, seconds) in list(spent.items())[:most]:
+        print(f"  {1e3 * seconds / steps:8.3f} ms  {count / steps:5.0f} x  {name[:90]}")
+    print(f"  {1e3 * sum(each.seconds for each in spent.values()) / steps:8.3f} ms of kernels a step", flush=True)
 
 
 def with_flags(flags: str, own: list[str]) -> list[dict[str, Any]]:

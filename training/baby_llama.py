@@ -24,6 +24,7 @@ from llama_jax.lora import init_lora, with_lora
 from llama_jax.model import Params, forward, init_params
 from training.finetune_lora import adapted
 from training.optimizer import OptimizerOptions, make_optimizer
+from training.program import run_program
 from training.step import StepOptions, all_trained, init_state, make_train_step
 
 HEIGHTS, T, B = 16, 32, 16
@@ -75,13 +76,15 @@ def picture(wave: np.ndarray, drawn: np.ndarray) -> str:
     return "\n".join(lines)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The program."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """All options."""
     parser.add_argument("--steps", type=int, default=300, help="default 300")
     parser.add_argument("--lora", type=int, default=0, metavar="R", help="train an adapter of rank R, too")
     parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args(argv)
+
+
+def show(arguments: argparse.Namespace) -> None:
+    """Trains, and draws what was learned beside what was to be learned."""
     checks.integer("--steps", arguments.steps, 1)
     params, loss = learn(init_params(jax.random.key(arguments.seed), CONFIG), None, 0.4, arguments.steps)
     wave, drawn = draw(params, 0.4)
@@ -91,7 +94,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         adapter, loss = learn(adapter, params, 0.8, arguments.steps, adapted)
         wave, drawn = draw(with_lora(params, adapter), 0.8)
         print(f"adapter of rank {arguments.lora}: loss {loss:.3f} nats a token\n{picture(wave, drawn)}")
-    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The program; returns 0, or 1 for a user's mistake."""
+    return run_program("baby_llama", __doc__, add_arguments, show, argv)
 
 
 if __name__ == "__main__":

@@ -14,16 +14,16 @@ import argparse
 import dataclasses
 import logging
 import secrets
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from llama_jax.cli.main import guarded, leave
+from llama_jax.cli.main import leave
 from llama_jax.errors import ArgumentError, shown
 from training.arguments import add_run_arguments
+from training.program import run_program
 
 logger = logging.getLogger("llama_jax.train")
 
@@ -205,15 +205,7 @@ def finetune(arguments: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The program; returns 0, 1 for a user's mistake, 130 after Ctrl-C."""
-    from llama_jax.cli.options import cache_compiled_programs
-
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
-    arguments = parser.parse_args(argv)
-    logging.basicConfig(stream=sys.stderr, format="%(name)s: %(message)s", level=logging.WARNING)
-    logging.getLogger("llama_jax").setLevel(logging.INFO)
-    cache_compiled_programs()
-    return guarded("finetune_lora", lambda: finetune(arguments))
+    return run_program("finetune_lora", __doc__, add_arguments, finetune, argv)
 
 
 if __name__ == "__main__":

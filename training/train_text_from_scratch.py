@@ -15,14 +15,14 @@ import json
 import logging
 import os
 import secrets
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from llama_jax.cli.main import guarded, leave
+from llama_jax.cli.main import leave
 from llama_jax.errors import ArgumentError, FormatError, plain, shown
 from training.arguments import add_arguments
+from training.program import run_program
 
 logger = logging.getLogger("llama_jax.train")
 
@@ -439,15 +439,7 @@ def _begin(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The program; returns 0, 1 for a user's mistake, 130 after Ctrl-C."""
-    from llama_jax.cli.options import cache_compiled_programs
-
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
-    arguments = parser.parse_args(argv)
-    logging.basicConfig(stream=sys.stderr, format="%(name)s: %(message)s", level=logging.WARNING)
-    logging.getLogger("llama_jax").setLevel(logging.INFO)
-    cache_compiled_programs()
-    return guarded("train_text_from_scratch", lambda: train(arguments))
+    return run_program("train_text_from_scratch", __doc__, add_arguments, train, argv)
 
 
 if __name__ == "__main__":

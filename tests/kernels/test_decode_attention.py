@@ -82,7 +82,7 @@ def check_problem(seed, B, heads, S, E, window, n_splits, quantized):
     check(arrays, jnp.ones(B, jnp.int32), window, 1e-3 if quantized else 1e-5, n_splits=n_splits, block=16)
 
 
-@settings(deadline=None, max_examples=5)
+@settings(deadline=None, max_examples=15)
 @given(problems)
 def test_equals_the_reference(problem):
     check_problem(**problem)

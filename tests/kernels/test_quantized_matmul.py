@@ -80,7 +80,7 @@ def test_any_number_of_rows(rows, dtype):
     assert dense.dtype == jnp.dtype(dtype)
 
 
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(
     st.sampled_from(["Q2_K", "Q3_K", "Q4_0"]),
     st.integers(1, 20),

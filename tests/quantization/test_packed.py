@@ -45,7 +45,7 @@ def test_unpacking_gives_the_bits_of_the_host_decoder(name):
     assert weight.nbytes / rows.size == pytest.approx(RATIOS[name])
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(st.sampled_from(list(PACKED_TYPES)), st.integers(1, 70), st.integers(1, 5), st.integers(0, 2**32))
 def test_any_shape_keeps_its_values(name, out, blocks, seed):
     shape = (out, blocks * BLOCK_TYPES[name].block_size)
