@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from llama_jax.formats.save_lora import save_lora_gguf, save_peft
     from llama_jax.generate import DecodeState, decode, decode_step, generate_tokens, prefill, start_decoding
     from llama_jax.grammar import Constraint, Grammar, gbnf, json_schema, lark, regex
-    from llama_jax.llama import Llama, load
+    from llama_jax.llama import Llama
+    from llama_jax.loading import load
     from llama_jax.lora import LoraFactors, init_lora, merge_lora, with_lora
     from llama_jax.losses import loss, summed_loss, token_losses
     from llama_jax.memory_test import memory_test
@@ -63,7 +64,8 @@ _PUBLIC = {
     "formats.save_lora": ("save_lora_gguf", "save_peft"),
     "generate": ("DecodeState", "decode", "decode_step", "generate_tokens", "prefill", "start_decoding"),
     "grammar": ("Constraint", "Grammar", "gbnf", "json_schema", "lark", "regex"),
-    "llama": ("Llama", "load"),
+    "llama": ("Llama",),
+    "loading": ("load",),
     "lora": ("LoraFactors", "init_lora", "merge_lora", "with_lora"),
     "losses": ("loss", "summed_loss", "token_losses"),
     "memory_test": ("memory_test",),

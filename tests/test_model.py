@@ -154,5 +154,7 @@ def test_only_weights_of_the_same_kind_are_joined():
     assert first.outs == (4, 3)
     assert second is None
     assert third is narrow
+    away = jax.device_put(jnp.ones((4, 8)), jax.memory.Space.Host)
+    assert all(joined is away for joined in join(away, away))  # what lives in host memory is not brought together
     products = linears(jnp.ones((1, 8)), first, second)
     assert [product.shape for product in products] == [(1, 4), (1, 3)]

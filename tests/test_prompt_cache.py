@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-import llama_jax
-from llama_jax import ArgumentError, FormatError, Llama, PromptCache, Session, init_params, sampling_params
+from llama_jax import ArgumentError, FormatError, Llama, PromptCache, Session, init_params, loading, sampling_params
 from llama_jax.cli import options
 from llama_jax.cli.main import main
 from llama_jax.prompt_cache import fingerprint, read_snapshot, write_snapshot
@@ -271,7 +270,7 @@ def test_no_tokens_still_fill_the_cache(fresh, tmp_path):
 
 def test_the_command_line(fresh, tmp_path, monkeypatch, capsys, caplog):
     monkeypatch.setattr(options, "cache_compiled_programs", lambda: None)
-    monkeypatch.setattr(llama_jax.llama, "load", lambda *_, dtype, **__: bfloat16 if dtype == "bfloat16" else fresh())
+    monkeypatch.setattr(loading, "load", lambda *_, dtype, **__: bfloat16 if dtype == "bfloat16" else fresh())
     bfloat16 = copy.copy(fresh())
     bfloat16.params = jax.tree.map(lambda w: w.astype(jnp.bfloat16), bfloat16.params)
 

@@ -10,8 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import llama_jax
-from llama_jax import ArgumentError, Llama, Session, Speculation, forward, init_cache, sampling_params, start_decoding
+from llama_jax import (
+    ArgumentError,
+    Llama,
+    Session,
+    Speculation,
+    forward,
+    init_cache,
+    loading,
+    sampling_params,
+    start_decoding,
+)
 from llama_jax import session as session_module
 from llama_jax.cli import options
 from llama_jax.cli.main import main
@@ -267,7 +276,7 @@ def test_a_draft_model_needs_the_same_vocabulary(model):
 
 def test_the_command_line_reports_what_was_accepted(model, monkeypatch, capsys):
     monkeypatch.setattr(options, "cache_compiled_programs", lambda: None)
-    monkeypatch.setattr(llama_jax.llama, "load", lambda *_, **__: copy.copy(model))
+    monkeypatch.setattr(loading, "load", lambda *_, **__: copy.copy(model))
     command = ["generate", "-c", "96", "-p", "ROMEO.\\n", "-n", "21", "--temp", "0"]
     assert main(command) == 0
     expected = capsys.readouterr().out

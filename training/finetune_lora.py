@@ -140,7 +140,7 @@ def finetune(arguments: argparse.Namespace) -> None:
 
     from llama_jax.formats.lora import load_lora
     from llama_jax.formats.save_lora import save_lora_gguf, save_peft
-    from llama_jax.llama import load
+    from llama_jax.loading import load
     from llama_jax.lora import init_lora
     from training.data import Rows, join_documents, split_stream
     from training.loop import RunOptions, Trainer, check_extras

@@ -169,7 +169,7 @@ def speculation(arguments: argparse.Namespace) -> Speculation | None:
 
 def speculate(model: Llama, arguments: argparse.Namespace, wanted: Speculation | None) -> None:
     """Makes the model draft as `speculation` has told, with the model of -md if there is one."""
-    from llama_jax.llama import load
+    from llama_jax.loading import load
 
     draft = None
     if arguments.model_draft is not None:
@@ -415,7 +415,7 @@ def load_model(arguments: argparse.Namespace) -> tuple[Llama, float]:
     """The model that the options ask for, and the seconds that loading took."""
     import jax
 
-    from llama_jax.llama import load
+    from llama_jax.loading import load
 
     join_hosts(arguments)
     started = time.perf_counter()
