@@ -23,7 +23,7 @@ import numpy as np
 from llama_jax.cli.main import leave
 from llama_jax.errors import ArgumentError, shown
 from training.arguments import add_run_arguments
-from training.program import run_program
+from training.program import check_output, run_program
 
 logger = logging.getLogger("llama_jax.train")
 
@@ -149,6 +149,8 @@ def finetune(arguments: argparse.Namespace) -> None:
     if arguments.mesh or arguments.coordinator or arguments.optimizer == "lbfgs" or arguments.compat:
         raise ArgumentError("--mesh, --coordinator, --use-lbfgs and --compat are not for adapters; leave them out.")
     check_extras()
+    out = arguments.lora_out or arguments.checkpoint_out / "adapter"
+    check_output("--lora-out", out, arguments.checkpoint_out)
     targets = [name.strip() for name in arguments.targets.split(",")]
     dtype = {"f32": "float32", "bf16": "bfloat16", None: None}[arguments.dtype]
     model = load(arguments.model, dtype=dtype, packed=arguments.packed)
@@ -193,7 +195,6 @@ def finetune(arguments: argparse.Namespace) -> None:
         ended_by = trainer.run()
         if not ended_by:
             result = jax.device_get(trainer.weights())
-            out = arguments.lora_out or arguments.checkpoint_out / "adapter"
             if out.suffix == ".gguf":
                 save_lora_gguf(out, result, config)
             else:

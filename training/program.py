@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from llama_jax.cli.main import guarded
+from llama_jax.errors import ArgumentError
 
 
 def run_program(
@@ -27,3 +30,20 @@ def run_program(
     logging.getLogger("llama_jax").setLevel(logging.INFO)
     cache_compiled_programs()
     return guarded(name, lambda: work(arguments))
+
+
+def check_output(option: str, path: Path, run: Path) -> None:
+    """Raises ArgumentError where what the option names could not be written after the training.
+
+    Args:
+      path: a .gguf file or a folder, as its name says.
+      run: the folder of the run, which the training makes where it is absent.
+    """
+    folder = path.absolute().parent
+    if folder != run.absolute() and not folder.is_dir():
+        raise ArgumentError(f"{option} {str(path)!r} lies in a folder that does not exist.")
+    if path.exists() and path.is_dir() == (path.suffix == ".gguf"):
+        kind = "a folder" if path.is_dir() else "no folder"
+        raise ArgumentError(f"{option} {str(path)!r} is {kind}; name a .gguf file or a folder.")
+    if folder.is_dir() and not os.access(path if path.is_dir() else folder, os.W_OK):
+        raise ArgumentError(f"{option} {str(path)!r} lies in a folder that cannot be written to.")

@@ -22,7 +22,7 @@ from typing import Any
 from llama_jax.cli.main import leave
 from llama_jax.errors import ArgumentError, FormatError, plain, shown
 from training.arguments import add_arguments
-from training.program import run_program
+from training.program import check_output, run_program
 
 logger = logging.getLogger("llama_jax.train")
 
@@ -90,20 +90,12 @@ def check_shape(arguments: argparse.Namespace, config: Any, origin: object) -> N
         )
 
 
-def check_output(path: Path, types: str, run: Path) -> None:
-    """Raises ArgumentError where the model could not be written after the training."""
+def check_type(types: str) -> None:
+    """Raises ArgumentError where a model cannot be written in this type."""
     from llama_jax.formats.save import GGUF_TYPES
 
     if types not in GGUF_TYPES:
         raise ArgumentError(f"--model-type is {shown(types)}; it must be one of {', '.join(GGUF_TYPES)}.")
-    folder = path.absolute().parent
-    if folder != run.absolute() and not folder.is_dir():
-        raise ArgumentError(f"--model-out {str(path)!r} lies in a folder that does not exist.")
-    if path.exists() and path.is_dir() == (path.suffix == ".gguf"):
-        kind = "a folder" if path.is_dir() else "no folder"
-        raise ArgumentError(f"--model-out {str(path)!r} is {kind}; name a .gguf file or a folder.")
-    if folder.is_dir() and not os.access(path if path.is_dir() else folder, os.W_OK):
-        raise ArgumentError(f"--model-out {str(path)!r} lies in a folder that cannot be written to.")
 
 
 def check_blocks(types: str, config: Any) -> None:
@@ -304,7 +296,8 @@ def train(arguments: argparse.Namespace) -> None:
         raise ArgumentError(
             f"{str(out)!r} needs a vocabulary from a GGUF file or --vocab-train; name a folder instead."
         )
-    check_output(out, arguments.model_type, run)
+    check_type(arguments.model_type)
+    check_output("--model-out", out, run)
     stream = encode_documents(read_documents(arguments.train_data), source.tokenizer)
     stream, held = split_stream(stream, arguments.val_split)
     if arguments.val_data:

@@ -253,6 +253,22 @@ def test_finetune_lora(tmp_path, small_model, packed):
     assert not np.allclose(a, b, atol=1e-3)
 
 
+def test_finetune_lora_checks_its_output_first(tmp_path, small_model, capsys):
+    data = tmp_path / "text.txt"
+    data.write_text("A friend, my lord.\n")
+    (tmp_path / "a.gguf").mkdir()
+    for out, problem in (
+        (tmp_path / "no" / "adapter", "lies in a folder that does not exist."),
+        (tmp_path / "a.gguf", "is a folder; name a .gguf file or a folder."),
+        (data, "is no folder; name a .gguf file or a folder."),
+    ):
+        run = tmp_path / "run"
+        command = ["-m", str(small_model), "--train-data", str(data), "--checkpoint-out", str(run)]
+        assert finetune_lora.main([*command, "--lora-out", str(out)]) == 1
+        assert f"--lora-out {str(out)!r} {problem}" in capsys.readouterr().err
+        assert not run.exists()
+
+
 def test_baby_llama_learns(capsys):
     assert baby_llama.main(["--steps", "150", "--lora", "4"]) == 0
     out = capsys.readouterr().out
