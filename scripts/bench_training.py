@@ -127,7 +127,7 @@ def bench(
         fixed = random_params(config, None if weights == "dense" else weights)
         state = init_state(init_lora(jax.random.key(0), config, rank=rank), optimizer, options)
     else:
-        state = jax.jit(lambda key: init_state(init_params(key, config), optimizer, options))(jax.random.key(0))
+        state = init_state(init_params(jax.random.key(0), config), optimizer, options)  # jit would compile each layer
     tokens = jax.random.randint(jax.random.key(1), (B, T + 1), 0, config.vocab_size)
     batch = dict(tokens=tokens[:, :-1], targets=tokens[:, 1:], weights=jnp.ones((B, T)))
     key = jax.random.key(2)
